@@ -1,0 +1,1 @@
+"""Presets: one function per experiment. `config/base.py` holds every field once."""

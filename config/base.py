@@ -1,0 +1,142 @@
+"""Hold every field of a run once: its default, its unit, one comment.
+
+A preset starts from `locked_config()`, so a key that does not exist is an error in the preset
+itself, not a setting that nobody reads. Sequences are tuples (lists cannot be overridden on the
+command line). The fields under "old names" are those of yifan123/flow_grpo; they are translated
+once, at the start of a run, into the fields above them (`flow_grpo/old_names.py`).
+"""
+
+import difflib
+from types import FunctionType
+
+import ml_collections
+from ml_collections.config_dict import placeholder
+
+
+def locked_config() -> ml_collections.ConfigDict:
+    """Return the default configuration, locked."""
+    config = ml_collections.ConfigDict()
+
+    # run
+    config.run_name = ""  # folder below logdir; "" takes the preset's name
+    config.logdir = "runs"  # parent of the run folders
+    config.seed = 42  # prompts, noise, windows and adapter init are functions of it
+    config.num_epochs = 1000  # collect + train rounds; may be raised when resuming
+    config.algorithm = "grpo"  # a file of flow_grpo/algorithms
+    config.control = "none"  # none | permute_rewards | flip_advantages: runs that must not learn
+    config.trackers = ("tensorboard",)  # beside metrics.jsonl: tensorboard, wandb, swanlab, trackio
+    config.eval_freq = 60  # epochs between evaluations (also before the first and after the last)
+    config.save_freq = 60  # epochs between checkpoints
+    config.num_checkpoint_limit = 5  # newest checkpoints kept; the best one is kept besides
+    config.resume_from = ""  # "" = newest checkpoint of the run folder; or a checkpoint folder
+    config.mixed_precision = "fp16"  # no | fp16 | bf16
+    config.allow_tf32 = True  # TF32 matrix products on CUDA
+    config.use_lora = True  # False trains the whole transformer
+
+    # data and rewards
+    config.dataset = "dataset/ocr"  # folder with {train,test}.txt or {train,test}_metadata.jsonl
+    config.prompt_fn = "general_ocr"  # general_ocr: .txt, geneval: .jsonl with metadata
+    config.resolution = 512  # image height and width, pixels
+    config.reward_fn = ml_collections.ConfigDict({"ocr": 1.0})  # weights; 0 = evaluation only
+    config.reward = ml_collections.ConfigDict()
+    config.reward.timeout_s = 120.0  # seconds for one batch of one reward; beyond it has failed
+    config.reward.num_workers = 2  # workers per reward and process
+
+    # model
+    config.pretrained = ml_collections.ConfigDict()
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"  # hub id or folder
+    config.pretrained.revision = "main"  # branch, tag or commit on the hub
+    config.pretrained.use_t5 = True  # False: without the third text encoder
+
+    # sampling
+    sample = config.sample = ml_collections.ConfigDict()
+    sample.num_steps = 10  # denoising steps of a rollout
+    sample.guidance_scale = 4.5  # 1 = no classifier-free guidance, half the cost
+    sample.groups_per_epoch = 48  # prompts drawn for an epoch, over all ranks
+    sample.group_size = 24  # images of one prompt
+    sample.batch_size = 9  # images in a forward of one rank, at most (memory)
+    sample.sde_type = "flow_sde"  # flow_sde | cps | dance_sde
+    sample.noise_level = 0.7  # a of Flow-SDE, eta of CPS and Dance-SDE
+    sample.sde_window_size = 0  # stochastic, trained steps; 0 = all but the last
+    sample.sde_window_range = (0, 0)  # window lies in [lo, hi); (0, 0) = all but the last step
+    sample.same_latent = False  # a group shares its initial noise
+    sample.global_std = True  # advantages divided by the std of all rewards, else the group's
+    sample.max_sequence_length = 128  # tokens of the third text encoder (0 = none)
+    sample.prompt_cache_size = 4096  # encoded prompts kept in host memory
+    sample.offload_text_encoders = False  # encode every prompt first, then free the device
+
+    # training
+    train = config.train = ml_collections.ConfigDict()
+    train.learning_rate = 3e-4  # AdamW, peak
+    train.lr_schedule = "constant"  # constant | linear | cosine (to 0 at num_epochs)
+    train.lr_warmup_updates = 0  # optimizer steps of linear warm-up
+    train.adam_beta1 = 0.9
+    train.adam_beta2 = 0.999
+    train.adam_weight_decay = 1e-4
+    train.adam_epsilon = 1e-8
+    train.max_grad_norm = 1.0  # global gradient norm is clipped to this
+    train.updates_per_epoch = 2  # optimizer steps per epoch and inner epoch
+    train.num_inner_epochs = 1  # passes over the samples of an epoch
+    train.clip_range = 1e-4  # epsilon of the ratio (log-probs are means per element)
+    train.adv_clip_max = 5.0  # advantages are clipped to +- this
+    train.kl_coef = 0.0  # weight of the KL to the reference
+    train.kl_scale = "true"  # true | reference (times dt, as published coefficients assume)
+    train.ratio_tolerance = 1e-2  # |ratio - 1| of an epoch's first update beyond this is an error
+    train.gradient_checkpointing = False  # slower, less memory
+    train.ema = True  # evaluate and export a moving average of the weights
+    train.ema_decay = 0.987  # per optimizer step (0.9 every 8th, as published)
+    train.lora_rank = 32
+    train.lora_alpha = 64
+    train.lora_path = ""  # warm start: diffusers LoRA file or folder, or a PEFT folder
+
+    # evaluation: held-out prompts, EMA weights, ODE, fixed seeds
+    evaluation = config.eval = ml_collections.ConfigDict()
+    evaluation.num_steps = 40  # denoising steps
+    evaluation.guidance_scale = 4.5  # 1 = no classifier-free guidance
+    evaluation.batch_size = 16  # images in a forward of one rank
+    evaluation.num_prompts = 0  # first prompts of the test split; 0 = all
+    evaluation.num_samples = 16  # images kept in samples/ for the report
+
+    _add_old_names(config)
+    return config.lock()
+
+
+def preset(namespace: dict, name: str) -> ml_collections.ConfigDict:
+    """Return the preset `name` among the functions that a config file defines, locked.
+
+    Args:
+        namespace: the file's `globals()`.
+        name: the preset; it is also the default `run_name`.
+
+    Raises:
+        ValueError: there is no such preset; the message lists those there are.
+    """
+    presets = {
+        key: value
+        for key, value in namespace.items()
+        if isinstance(value, FunctionType)
+        and value.__module__ == namespace["__name__"]
+        and key != "get_config"
+        and not key.startswith("_")
+    }
+    if name not in presets:
+        near = difflib.get_close_matches(name or "", presets, n=1, cutoff=0.0)
+        raise ValueError(
+            f"unknown preset {name!r}; allowed: {', '.join(sorted(presets))}; nearest: {near[0]}"
+        )
+    config = presets[name]()
+    config.run_name = config.run_name or name
+    return config.lock()
+
+
+def _add_old_names(config: ml_collections.ConfigDict) -> None:
+    """Add the reference's field names, unset; `None` means "not given"."""
+    config.sample.num_batches_per_epoch = placeholder(int)
+    config.sample.train_batch_size = placeholder(int)
+    config.sample.num_image_per_prompt = placeholder(int)
+    config.sample.test_batch_size = placeholder(int)
+    config.sample.eval_num_steps = placeholder(int)
+    config.sample.eval_guidance_scale = placeholder(float)
+    config.train.beta = placeholder(float)
+    config.train.batch_size = placeholder(int)
+    config.train.gradient_accumulation_steps = placeholder(int)

@@ -1,0 +1,31 @@
+"""What a model wants: path, resolution, precision, adapter. One function per model."""
+
+from ml_collections import ConfigDict
+
+
+def sd3(config: ConfigDict) -> None:
+    """Set up SD3.5-medium at 512 px: 10 steps in training, 40 in evaluation, LoRA r=32."""
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
+    config.mixed_precision = "fp16"
+    config.resolution = 512
+    config.sample.num_steps = 10
+    config.sample.guidance_scale = 4.5
+    config.eval.num_steps = 40
+    config.eval.guidance_scale = 4.5
+    config.train.lora_rank = 32
+    config.train.lora_alpha = 64
+
+
+def tiny_sd3(config: ConfigDict) -> None:
+    """Set up the shipped small SD3 at 64 px: no T5, no guidance, fp32 on any device."""
+    config.pretrained.model = "flow_grpo/assets/tiny_sd3"
+    config.pretrained.use_t5 = False
+    config.mixed_precision = "no"
+    config.resolution = 64
+    config.sample.num_steps = 8
+    config.sample.guidance_scale = 1.0
+    config.sample.max_sequence_length = 0
+    config.eval.num_steps = 8
+    config.eval.guidance_scale = 1.0
+    config.train.lora_rank = 16
+    config.train.lora_alpha = 32

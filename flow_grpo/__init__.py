@@ -1,0 +1,3 @@
+"""Train flow-matching models with online reinforcement learning."""
+
+__version__ = "0.1.0"

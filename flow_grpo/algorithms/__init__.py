@@ -1,0 +1,1 @@
+"""One file per algorithm, composed of the pure core."""

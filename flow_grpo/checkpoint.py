@@ -1,0 +1,196 @@
+"""Publish checkpoints atomically, verify them, and find the newest sound one.
+
+A checkpoint is `checkpoints/checkpoint-N` after N epochs: `lora/` (what plain diffusers loads) or
+`transformer/`, `state/` (what resuming needs) and `manifest.json` with every file's size and
+SHA-256. It is written aside, synced and renamed, so a kill at any instant leaves the old ones.
+No file is a pickle.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state"
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def publish(folder: Path, epoch: int, write: Callable[[Path], None], record: dict) -> Path:
+    """Write `checkpoint-<epoch>` by calling `write(temporary folder)`, then rename it into place.
+
+    Args:
+        folder: the run's `checkpoints`.
+        epoch: finished epochs.
+        write: fills the folder it is given.
+        record: what `manifest.json` says besides the files (JSON).
+
+    Raises:
+        OSError: disk full or read-only; earlier checkpoints are untouched.
+    """
+    final, aside = folder / f"checkpoint-{epoch}", folder / f".writing-{epoch}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        record = {**record, "files": {str(f.relative_to(aside)): _digest(f) for f in files}}
+        (aside / MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
+        for path in (*files, aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside):
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(aside, final)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def newest(folder: Path) -> tuple[Path, dict] | None:
+    """Return the newest sound checkpoint and its manifest; name the unsound ones in the log."""
+    for path in reversed(listed(folder)):
+        problem = fault(path)
+        if problem is None:
+            return path, manifest(path)
+        logger.warning("%s is not usable (%s); falling back to the one before", path, problem)
+    return None
+
+
+def listed(folder: Path) -> list[Path]:
+    """Return the published checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def manifest(path: Path) -> dict:
+    """Return what `publish` recorded."""
+    return json.loads((path / MANIFEST).read_text())
+
+
+def fault(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None if every file is as it was written."""
+    try:
+        files = manifest(path)["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"no readable {MANIFEST}: {type(error).__name__}"
+    for name, digest in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if _digest(path / name) != digest:
+            return f"{name} differs from what was written"
+    return None
+
+
+def prune(folder: Path, limit: int) -> list[Path]:
+    """Delete all but the newest `limit` checkpoints and the best one; return the deleted.
+
+    The best is the one whose manifest has the highest `eval_total`.
+    """
+    paths = listed(folder)
+    scores = {}
+    for path in paths:
+        try:
+            scores[path] = manifest(path).get("eval_total")
+        except (OSError, ValueError):
+            scores[path] = None
+    scored = [path for path in paths if scores[path] is not None]
+    best = max(scored, key=lambda path: scores[path]) if scored else None
+    doomed = [path for path in paths[: -max(1, limit)] if path != best]
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
+    return doomed
+
+
+def save_state(
+    folder: Path,
+    *,
+    names: list[str],
+    parameters: list[Tensor],
+    ema: list[Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+    scaler: dict | None,
+) -> None:
+    """Write the trained tensors, their average, the optimizer and the scaler below `folder`."""
+    folder.mkdir()
+    _save_tensors(folder / "parameters.safetensors", dict(zip(names, parameters, strict=True)))
+    if ema is not None:
+        _save_tensors(folder / "ema.safetensors", dict(zip(names, ema, strict=True)))
+    moments = {
+        f"{index}.{key}": value
+        for index, entry in optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+    _save_tensors(folder / "optimizer.safetensors", moments)
+    (folder / "scaler.json").write_text(json.dumps(scaler))
+
+
+@torch.no_grad()
+def load_state(
+    folder: Path,
+    *,
+    names: list[str],
+    parameters: list[Tensor],
+    ema: list[Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+) -> dict | None:
+    """Copy a saved state into place; return the scaler's state.
+
+    Raises:
+        ValueError: the file was made by a run that trains other parameters.
+    """
+    _fill(folder / "parameters.safetensors", names, parameters)
+    if ema is not None:
+        _fill(folder / "ema.safetensors", names, ema)
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in load_file(folder / "optimizer.safetensors").items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return json.loads((folder / "scaler.json").read_text())
+
+
+def _fill(file: Path, names: list[str], tensors: list[Tensor]) -> None:
+    loaded = load_file(file) if file.is_file() else {}
+    if set(loaded) != set(names):
+        odd = sorted(set(loaded) ^ set(names))
+        raise ValueError(f"{file} holds other parameters than this run trains, such as {odd[0]}")
+    for name, tensor in zip(names, tensors, strict=True):
+        tensor.copy_(loaded[name])
+
+
+def _save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(f"cannot write {file}: {error}") from error
+
+
+def _digest(path: Path) -> list:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return [path.stat().st_size, digest.hexdigest()]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

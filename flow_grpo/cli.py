@@ -1,0 +1,233 @@
+"""The command line of every train script: flags, checks, one clear line for a user's mistake."""
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from flow_grpo import registry
+
+logger = logging.getLogger("flow_grpo")
+
+USER_ERRORS = (ValueError, OSError, FloatingPointError)  # what a user can cause; one line, no trace
+PRINT_CONFIG, DRY_RUN = "--print_config", "--dry_run"
+HELP = f"""\
+usage: SCRIPT --config FILE.py:PRESET [--config.KEY=VALUE ...] [{PRINT_CONFIG}] [{DRY_RUN}]
+
+  --config FILE.py:PRESET        a preset, such as config/grpo.py:tiny_ocr
+  --config.KEY=VALUE             override any key, such as --config.train.learning_rate=1e-4
+  --config.reward_fn=A:W,B:W     rewards and weights, such as ocr:0.8,jpeg_compressibility:0.2
+  {PRINT_CONFIG}                 print every key and its value, and exit
+  {DRY_RUN}                      check everything that needs no model, print the plan, and exit
+"""
+
+
+def run(adapter) -> None:
+    """Train `adapter`'s model family as the command line says; exit 0, or 1 after an error line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    for noisy in ("httpx", "httpx2", "absl", "accelerate", "diffusers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if int(os.environ.get("RANK", 0)) != 0:
+        logger.setLevel(logging.ERROR)
+    try:
+        code = _run(adapter, sys.argv)
+    except USER_ERRORS as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split()) or type(error).__name__}\n")
+        code = 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command resumes from the last checkpoint\n")
+        code = 130
+    sys.exit(code)
+
+
+def parse(argv: Sequence[str]) -> ConfigDict:
+    """Return the configuration that `--config` and `--config.KEY=VALUE` make, locked.
+
+    Raises:
+        ValueError: an unknown file, preset, key or flag, or a value of the wrong type.
+    """
+    argv = [_reward_literal(argument) for argument in argv]
+    base = [a for a in argv if not a.startswith(("--config.", "--noconfig."))]
+    values = flags.FlagValues()
+    config = _flag(values, base)
+    known = _keys(config.to_dict())
+    for argument in argv:
+        if argument.startswith(("--config.", "--noconfig.")):
+            key = argument.partition("config.")[2].partition("=")[0]
+            if key not in known and not key.startswith("reward_fn."):
+                raise ValueError(registry.unknown("key", f"config.{key}", sorted(known)))
+    return _flag(flags.FlagValues(), argv)
+
+
+def _flag(values: flags.FlagValues, argv: list[str]) -> ConfigDict:
+    config_flags.DEFINE_config_file(
+        "config", None, "FILE.py:PRESET", flag_values=values, sys_argv=argv
+    )
+    try:
+        rest = values(argv)
+    except flags.Error as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if len(rest) > 1:
+        raise ValueError(f"{rest[1]!r} is no flag; write --config.key=value")
+    config = values["config"].value
+    if config is None:
+        raise ValueError("--config is missing; e.g. --config config/grpo.py:tiny_ocr")
+    return config
+
+
+def _run(adapter, argv: Sequence[str]) -> int:
+    if {"-h", "--help", "--helpshort", "--helpfull"} & set(argv):
+        sys.stdout.write(HELP)
+        return 0
+    actions = [a for a in argv if a in (PRINT_CONFIG, DRY_RUN)]
+    config = parse([a for a in argv if a not in actions])
+    if PRINT_CONFIG in actions:
+        sys.stdout.write(_printed(config))
+        return 0
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from accelerate import Accelerator
+
+    from flow_grpo import session
+
+    if DRY_RUN in actions:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        plan = session.check_config(config, world_size)
+        for split in ("train", "test"):
+            session.usable_prompts(config, split)
+        sys.stdout.write(_plan(config, plan))
+        return 0
+    return _train(adapter, config, Accelerator(mixed_precision=config.mixed_precision), session)
+
+
+def _train(adapter, config: ConfigDict, accelerator, session) -> int:
+    from flow_grpo.run_folder import RunFolder
+
+    plan = session.check_config(config, accelerator.num_processes)
+    folder = session.main_process(accelerator, lambda: RunFolder(config))
+    if session.on_all(accelerator, lambda: _is_finished(folder, config)):
+        if folder is not None:
+            logger.info("%s has finished its %d epochs", folder.path, config.num_epochs)
+            sys.stdout.write(_result(folder))
+        return 0
+    logger.info("%s", _plan(config, plan).rstrip())
+    try:
+        _build_and_train(adapter, config, accelerator, plan, folder)
+    except USER_ERRORS:
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                (folder.path / "error.log").write_text(traceback.format_exc())
+        raise
+    if folder is not None:
+        sys.stdout.write(_result(folder))
+    accelerator.end_training()
+    return 0
+
+
+def _build_and_train(adapter, config, accelerator, plan, folder) -> None:
+    import torch
+
+    from flow_grpo import session, trainer
+
+    _quiet_libraries()
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    run = session.build(adapter, config, accelerator, plan, folder)
+    policy = run.policy
+    logger.info(
+        "%s: %.2f M of %.2f M parameters train%s; %d train and %d held-out prompts",
+        type(run.model).__name__,
+        sum(p.numel() for p in policy.parameters) / 1e6,
+        sum(p.numel() for p in run.model.transformer.parameters()) / 1e6,
+        f" ({len(policy.frozen)} without a gradient are frozen)" if policy.frozen else "",
+        len(run.prompts),
+        len(run.eval_prompts),
+    )
+    try:
+        trainer.train(run)
+    finally:
+        run.rewards.close()
+
+
+def _is_finished(folder, config: ConfigDict) -> bool:
+    from flow_grpo import checkpoint
+
+    if config.resume_from or folder.summary() is None:
+        return False
+    found = checkpoint.newest(folder.checkpoints)
+    return found is not None and found[1]["epoch"] >= config.num_epochs
+
+
+def _plan(config: ConfigDict, plan) -> str:
+    """Return the header that a run starts with."""
+    return (
+        f"***** {config.run_name}: {config.algorithm} *****\n"
+        f"  images per epoch = {plan.groups_per_epoch} groups x {plan.group_size} = "
+        f"{plan.samples_per_epoch}; per rank ({plan.world_size}) {plan.samples_per_rank} "
+        f"in {plan.rollout_batches} batches of {plan.batch_size}\n"
+        f"  optimizer steps per epoch = {plan.updates_per_epoch} x "
+        f"{config.train.num_inner_epochs} passes; epochs = {config.num_epochs}\n"
+        f"  rewards = {', '.join(f'{name} ({w})' for name, w in config.reward_fn.items())}; "
+        f"run folder = {os.path.join(config.logdir, config.run_name)}\n"
+    )
+
+
+def _result(folder) -> str:
+    """Return a finished run's last lines: before, after, and where the report lies."""
+    summary = folder.summary() or {}
+    before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
+    lines = []
+    for name in after:
+        if f"{name}_stderr" in after and name in before:
+            lines.append(
+                f"held-out {name}: {before[name]:.4f} -> {after[name]:.4f} "
+                f"({after[name] - before[name]:+.4f}; standard error {after[name + '_stderr']:.4f})"
+            )
+    lines.append(
+        f"{summary.get('epochs')} epochs, {summary.get('images')} images, "
+        f"{(summary.get('seconds') or 0) / 60:.1f} minutes"
+    )
+    lines.append(f"report: {folder.path / 'report.html'}")
+    return "\n".join(lines) + "\n"
+
+
+def _printed(config: ConfigDict) -> str:
+    """Return every key and its value, a line each."""
+    from flow_grpo.metrics import flatten
+
+    flat = flatten(config.to_dict())
+    width = max(len(key) for key in flat)
+    return "".join(f"config.{key:<{width}} = {flat[key]!r}\n" for key in flat)
+
+
+def _keys(settings: dict, prefix: str = "") -> set[str]:
+    """Return the dotted names of all settings, sections included."""
+    names = set()
+    for key, value in settings.items():
+        names.add(f"{prefix}{key}")
+        if isinstance(value, dict):
+            names |= _keys(value, f"{prefix}{key}.")
+    return names
+
+
+def _reward_literal(argument: str) -> str:
+    """Turn --config.reward_fn=ocr:0.8,... into the dict literal that config flags take."""
+    flag = "--config.reward_fn="
+    if not argument.startswith(flag) or argument.startswith(flag + "{"):
+        return argument
+    weights = registry.parse_reward_fn(argument.removeprefix(flag))
+    return flag + repr({name.replace(".", "/"): weight for name, weight in weights.items()})
+
+
+def _quiet_libraries() -> None:
+    """Keep load-time progress bars and notices of the libraries off the screen."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

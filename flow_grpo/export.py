@@ -1,0 +1,71 @@
+"""Write what others load: an adapter folder (or the full transformer) with its model card."""
+
+from pathlib import Path
+
+from flow_grpo import lora
+from flow_grpo.run_folder import commit
+
+CARD = """\
+Trained with flow_grpo by online reinforcement learning ({algorithm}), {epoch} epochs,
+{update} optimizer steps, from `{base}`.
+
+Rewards (weight): {rewards}. Prompts: `{dataset}`. {weights}
+
+```python
+from diffusers import {pipeline}
+
+pipe = {pipeline}.from_pretrained("{base}"{absent})
+{load}
+```
+
+Steps {num_steps}, guidance {guidance_scale}, {resolution} px in evaluation. alpha is folded into
+the weights: do not scale them again. Source commit: {commit}.
+"""
+
+
+def write_weights(run, path: Path) -> None:
+    """Write `lora/` (or `transformer/`) below `path`: the average weights if there are any."""
+    with run.policy.weights("ema" if run.policy.ema else "current"):
+        if run.config.use_lora:
+            folder = path / "lora"
+            run.model.pipeline.save_lora_weights(
+                str(folder), transformer_lora_layers=lora.export_state(run.model.transformer)
+            )
+        else:
+            folder = path / "transformer"
+            run.model.transformer.save_pretrained(str(folder))
+    (folder / "README.md").write_text(_card(run))
+
+
+def _card(run) -> str:
+    """Return a model card with the metadata that model hubs read."""
+    from huggingface_hub import ModelCardData
+
+    config = run.config
+    data = ModelCardData(
+        base_model=config.pretrained.model,
+        base_model_relation="adapter" if config.use_lora else "finetune",
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["diffusers", "flow-grpo", run.model.family, *(["lora"] if config.use_lora else [])],
+    )
+    without_t5 = getattr(run.model.pipeline, "text_encoder_3", 0) is None
+    text = CARD.format(
+        algorithm=config.algorithm,
+        epoch=run.state.epoch,
+        update=run.state.update,
+        base=config.pretrained.model,
+        rewards=", ".join(f"{name} ({weight})" for name, weight in run.rewards.weights.items()),
+        dataset=config.dataset,
+        weights="Moving average of the weights." if run.policy.ema else "",
+        pipeline=run.model.pipeline_class,
+        absent=", text_encoder_3=None, tokenizer_3=None" if without_t5 else "",
+        load='pipe.load_lora_weights("THIS FOLDER")'
+        if config.use_lora
+        else 'pipe.transformer = type(pipe.transformer).from_pretrained("THIS FOLDER")',
+        num_steps=config.eval.num_steps,
+        guidance_scale=config.eval.guidance_scale,
+        resolution=config.resolution,
+        commit=commit(),
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n# {config.run_name}\n\n{text}"

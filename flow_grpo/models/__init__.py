@@ -1,0 +1,1 @@
+"""One final adapter class per model family, over the family's real diffusers pipeline."""

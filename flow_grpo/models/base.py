@@ -1,0 +1,167 @@
+"""Define what the rest of the project asks of a model: `velocity(x, sigma, cond)` and its I/O."""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Cond:
+    """Hold what a velocity is conditioned on: named tensors whose first axis is the sample."""
+
+    tensors: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def index(self, rows: Tensor | slice) -> "Cond":
+        """Return the samples `rows` (int64 indices, repeats allowed, or a slice)."""
+        return Cond({name: tensor[rows] for name, tensor in self.tensors.items()})
+
+    def to(self, device: torch.device | str) -> "Cond":
+        """Return a copy on `device`."""
+        return Cond({name: t.to(device, non_blocking=True) for name, t in self.tensors.items()})
+
+    @staticmethod
+    def cat(conds: Sequence["Cond"]) -> "Cond":
+        """Concatenate along the sample axis."""
+        return Cond({name: torch.cat([c[name] for c in conds]) for name in conds[0].tensors})
+
+
+class FlowModel(ABC):
+    """Adapt one model family; every subclass is final.
+
+    Sizes are `(height, width)` in pixels, velocities are `noise - data`, sigmas run from 1 to 0.
+    """
+
+    pipeline_class: str  # name in diffusers
+    family: str  # tag of the model card
+    lora_targets: tuple[str, ...]
+    block_class: str  # the repeated block, for FSDP and compilation
+    pipeline: object  # the loaded diffusers pipeline
+    dtype: torch.dtype  # of the frozen transformer weights
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config, device: torch.device) -> "FlowModel":
+        """Load the real pipeline named by `config.pretrained`; the only I/O of an adapter.
+
+        Raises:
+            ValueError: the path does not exist or holds another family's pipeline.
+        """
+
+    @property
+    @abstractmethod
+    def transformer(self) -> nn.Module:
+        """Return the module that is trained."""
+
+    @abstractmethod
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Raise ValueError, naming the nearest valid size, if the family cannot do `size`."""
+
+    @abstractmethod
+    def encode(
+        self,
+        module: nn.Module,
+        prompts: Sequence[str],
+        images: Sequence | None = None,
+        *,
+        size: tuple[int, int],
+        negative: str | None,
+    ) -> Cond:
+        """Encode prompts, one a forward, padded to a length that is fixed for the run.
+
+        Args:
+            module: the trained module, for families whose condition needs it.
+            prompts: b texts.
+            images: b reference images for editing families.
+            size: of the image to make.
+            negative: text of the unguided branch; None without classifier-free guidance.
+        """
+
+    def context(self, module: nn.Module, cond: Cond) -> Cond:
+        """Return `cond` with what the trained module adds to it; by default nothing."""
+        return cond
+
+    @abstractmethod
+    def latent_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return one sample's latent shape."""
+
+    def initial_latents(self, num: int, size: tuple[int, int], noise: Tensor) -> Tensor:
+        """Return x at sigma = 1 for standard normal `noise` (num, *latent_shape)."""
+        assert noise.shape == (num, *self.latent_shape(size))
+        return noise
+
+    @abstractmethod
+    def sigmas(self, num_steps: int, size: tuple[int, int]) -> Tensor:
+        """Return the scheduler's own sigmas (num_steps + 1,), 1 ... 0, float32 on the CPU."""
+
+    @abstractmethod
+    def velocity(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, guidance_scale: float
+    ) -> Tensor:
+        """Return noise - data (b, *latent), float32.
+
+        Args:
+            module: the transformer, perhaps wrapped.
+            x: (b, *latent).
+            sigma: (b,) float32.
+            cond: b samples.
+            guidance_scale: above 1, classifier-free guidance inside one forward of 2b.
+        """
+
+    @abstractmethod
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return x_0 (b, *latent) of images (b, 3, h, w) in [0, 1]."""
+
+    @abstractmethod
+    def decode(self, x: Tensor) -> Tensor:
+        """Return images (b, 3, h, w) in [0, 1], float32, of x_0 (b, *latent)."""
+
+    @abstractmethod
+    def offload_text_encoders(self) -> None:
+        """Move the text encoders to the CPU."""
+
+
+class PromptCache:
+    """Encode every prompt once and keep the result in host memory, newest `max_size`."""
+
+    def __init__(self, model: FlowModel, module, *, size, negative: str | None, max_size: int):
+        self._model, self._module = model, module
+        self._size, self._negative, self._max_size = size, negative, max_size
+        self._conds: OrderedDict[str, Cond] = OrderedDict()
+        self.num_encoded = 0  # forwards so far
+
+    def __call__(self, prompts: Sequence[str], device: torch.device | str) -> Cond:
+        """Return the conditions of `prompts` on `device`, in order, repeats shared."""
+        unique = list(dict.fromkeys(prompts))
+        place = {prompt: i for i, prompt in enumerate(unique)}
+        cond = Cond.cat([self._one(prompt) for prompt in unique]).to(device)
+        return cond.index(torch.tensor([place[prompt] for prompt in prompts], device=device))
+
+    def fill(self, prompts: Sequence[str]) -> None:
+        """Encode all of `prompts` now; none of them is dropped later."""
+        self._max_size = max(self._max_size, len(set(prompts)))
+        for prompt in dict.fromkeys(prompts):
+            self._one(prompt)
+
+    def _one(self, prompt: str) -> Cond:
+        if prompt in self._conds:
+            self._conds.move_to_end(prompt)
+            return self._conds[prompt]
+        with torch.no_grad():
+            cond = self._model.encode(
+                self._module, [prompt], size=self._size, negative=self._negative
+            )
+        self.num_encoded += 1
+        self._conds[prompt] = cond.to("cpu")
+        if len(self._conds) > self._max_size:
+            self._conds.popitem(last=False)
+        return self._conds[prompt]

@@ -1,0 +1,178 @@
+"""Own the trained weights: adapter or full, wrapped for the launcher, with their alternatives.
+
+What differs between DDP and one process, LoRA and full training, current, average and reference
+weights ends in this file.
+"""
+
+import math
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flow_grpo import lora, seeds
+from flow_grpo.ema import Ema
+from flow_grpo.models.base import Cond, FlowModel
+
+WEIGHTS = ("current", "reference", "ema")
+MAX_SKIPPED_STEPS = 5  # in a row, by the gradient scaler
+
+
+class StepResult(NamedTuple):
+    """Say what an optimizer step did."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class Policy:
+    """Trained transformer of a model, with its optimizer, average and reference."""
+
+    def __init__(self, model: FlowModel, config, accelerator):
+        """Add the adapter (or unfreeze everything), freeze what gets no gradient, and wrap."""
+        self.model, self.accelerator = model, accelerator
+        self.use_lora = config.use_lora
+        self._train = config.train
+        transformer = model.transformer
+        if self.use_lora:
+            self._add_lora(config)
+        else:
+            transformer.requires_grad_(True)
+        if config.train.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()
+        self.frozen = self._freeze_unused((config.resolution, config.resolution))
+        named = [(name, p) for name, p in transformer.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=config.train.learning_rate,
+            betas=(config.train.adam_beta1, config.train.adam_beta2),
+            weight_decay=config.train.adam_weight_decay,
+            eps=config.train.adam_epsilon,
+        )
+        self.module, self.optimizer = accelerator.prepare(transformer, optimizer)
+        self.module.eval()  # the published models have no dropout; replay must match rollout
+        self.ema = Ema(self.parameters, config.train.ema_decay) if config.train.ema else None
+        keep_start = not self.use_lora and config.train.kl_coef > 0
+        self._start = [p.detach().clone() for p in self.parameters] if keep_start else None
+        self._skipped_in_a_row = 0
+
+    def velocity(
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        cond: Cond,
+        guidance_scale: float,
+        *,
+        weights: str = "current",
+        replay: bool = False,
+    ) -> Tensor:
+        """Return noise - data (b, *latent), float32.
+
+        Args:
+            x: (b, *latent).
+            sigma: (b,) float32.
+            cond: b samples.
+            guidance_scale: above 1, classifier-free guidance.
+            weights: one of `WEIGHTS`; reference = adapter off, or the start weights.
+            replay: run the graph that training runs, and detach: a rollout step that will be
+                trained must see exactly the numbers that the update sees.
+        """
+        if not replay:
+            with self.weights(weights):
+                return self.model.velocity(self.module, x, sigma, cond, guidance_scale)
+        with self.weights(weights), torch.enable_grad(), self.accumulate(sync=False):
+            return self.model.velocity(self.module, x, sigma, cond, guidance_scale).detach()
+
+    @contextmanager
+    def weights(self, name: str):
+        """Run a block with other weights in place of the current ones."""
+        if name not in WEIGHTS:
+            raise ValueError(f"weights ({name!r}) must be one of {', '.join(WEIGHTS)}")
+        if name == "reference" and self.use_lora:
+            self.model.transformer.disable_adapters()
+            try:
+                yield
+            finally:
+                self.model.transformer.enable_adapters()
+            return
+        tensors = {"ema": self.ema and self.ema.tensors, "reference": self._start}.get(name)
+        if tensors is None:  # current, or an average that is switched off
+            yield
+            return
+        current = [p.detach().clone() for p in self.parameters]
+        self.assign(tensors)
+        try:
+            yield
+        finally:
+            self.assign(current)
+
+    @torch.no_grad()
+    def assign(self, tensors: list[Tensor]) -> None:
+        """Copy `tensors` into the trained parameters, in place."""
+        torch._foreach_copy_(self.parameters, tensors)
+
+    def accumulate(self, *, sync: bool):
+        """Return the context of a forward and backward; only the last of an update syncs."""
+        return nullcontext() if sync else self.accelerator.no_sync(self.module)
+
+    def step(self, update: int, learning_rate: float) -> StepResult:
+        """Clip, step, average. `update` counts the optimizer steps so far.
+
+        Raises:
+            FloatingPointError: the gradient is not finite, or the scaler skipped five in a row.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = self.accelerator.clip_grad_norm_(self.parameters, self._train.max_grad_norm)
+        norm = float(norm)
+        if self.accelerator.scaler is None and not math.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm is {norm} at update {update}; weights are unchanged. Look at "
+                "train/ratio_mean and the rewards of this epoch; try a lower learning_rate, bf16 "
+                "in place of fp16, or a window without the last, low-noise steps"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        skipped = self.accelerator.optimizer_step_was_skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"{MAX_SKIPPED_STEPS} optimizer steps in a row had gradients beyond fp16's range "
+                f"at update {update}; try bf16 or a lower learning_rate"
+            )
+        if self.ema is not None and not skipped:
+            self.ema.update(self.parameters, update)
+        return StepResult(norm, skipped)
+
+    def _add_lora(self, config) -> None:
+        with torch.random.fork_rng(devices=[]):
+            seed = seeds.generator(config.seed, seeds.ADAPTER_INIT).initial_seed()
+            torch.random.default_generator.manual_seed(seed)
+            lora.add(
+                self.model.transformer,
+                targets=self.model.lora_targets,
+                rank=config.train.lora_rank,
+                alpha=config.train.lora_alpha,
+            )
+        if config.train.lora_path:
+            lora.load(self.model.transformer, config.train.lora_path)
+
+    def _freeze_unused(self, size: tuple[int, int]) -> list[str]:
+        """Freeze and return the parameters that one probe backward gives no gradient."""
+        model, transformer = self.model, self.model.transformer
+        device = next(transformer.parameters()).device
+        x = seeds.normal((1, *model.latent_shape(size)), 0, seeds.EVAL_NOISE).to(device)
+        cond = model.encode(transformer, [""], size=size, negative=None)
+        sigma = torch.full((1,), 0.5, device=device)
+        with torch.enable_grad():
+            model.velocity(transformer, x, sigma, cond, 1.0).square().mean().backward()
+        unused = []
+        for name, parameter in transformer.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.requires_grad_(False)
+                unused.append(name)
+            parameter.grad = None
+        return unused

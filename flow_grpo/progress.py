@@ -1,0 +1,36 @@
+"""Show progress on the main process, and turn Ctrl-C into an orderly stop."""
+
+import logging
+import signal
+
+import torch
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+
+def progress_bar(accelerator, label: str, total: int) -> tqdm:
+    """Return a bar that only the main process draws."""
+    return tqdm(
+        total=total, desc=label, leave=False, disable=not accelerator.is_main_process, mininterval=1
+    )
+
+
+class StopRequest:
+    """Remember the first Ctrl-C or SIGTERM; the second one interrupts at once."""
+
+    def __init__(self):
+        self.requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def agreed(self, accelerator) -> bool:
+        """Return whether any process was asked to stop."""
+        flag = torch.tensor([float(self.requested)], device=accelerator.device)
+        return bool(accelerator.reduce(flag, "sum").item())
+
+    def _on_signal(self, number, frame) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning("stopping: this epoch is finished and saved first; again to stop at once")

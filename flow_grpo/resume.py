@@ -1,0 +1,78 @@
+"""Save a run's state and find it again."""
+
+import logging
+import math
+from pathlib import Path
+
+from flow_grpo import checkpoint
+from flow_grpo.export import write_weights
+from flow_grpo.session import Run, TrainState, on_all
+
+logger = logging.getLogger(__name__)
+
+
+def save(run: Run) -> None:
+    """Publish a checkpoint of the current state and delete the old ones (main process)."""
+    policy, state, folder = run.policy, run.state, run.folder
+
+    def write(path: Path) -> None:
+        write_weights(run, path)
+        checkpoint.save_state(
+            path / checkpoint.STATE,
+            names=policy.names,
+            parameters=policy.parameters,
+            ema=policy.ema and policy.ema.tensors,
+            optimizer=policy.optimizer,
+            scaler=run.accelerator.scaler and run.accelerator.scaler.state_dict(),
+        )
+
+    record = {
+        "epoch": state.epoch,
+        "update": state.update,
+        "metrics_bytes": run.folder.metrics.stat().st_size,
+        "eval_total": run.eval_total,
+        "best_total": max(run.best_total, -math.inf if run.eval_total is None else run.eval_total),
+    }
+    record["best_total"] = record["best_total"] if math.isfinite(record["best_total"]) else None
+    checkpoint.publish(folder.checkpoints, state.epoch, write, record)
+    checkpoint.prune(folder.checkpoints, run.config.num_checkpoint_limit)
+
+
+def restore(run: Run) -> int:
+    """Load the newest sound checkpoint, or `resume_from`, on every process.
+
+    Returns:
+        The bytes of metrics.jsonl that belong to it; 0 for a run that starts anew.
+
+    Raises:
+        ValueError: `resume_from` is no sound checkpoint.
+    """
+    chosen = on_all(run.accelerator, lambda: _chosen(run))
+    if chosen is None:
+        return 0
+    path, record = chosen
+    policy = run.policy
+    scaler = checkpoint.load_state(
+        path / checkpoint.STATE,
+        names=policy.names,
+        parameters=policy.parameters,
+        ema=policy.ema and policy.ema.tensors,
+        optimizer=policy.optimizer,
+    )
+    if scaler is not None and run.accelerator.scaler is not None:
+        run.accelerator.scaler.load_state_dict(scaler)
+    run.state = TrainState(record["epoch"], record["update"])
+    run.best_total = -math.inf if record["best_total"] is None else record["best_total"]
+    if run.is_main:
+        logger.info("resumed from %s: epoch %d, update %d", path, run.state.epoch, run.state.update)
+    return record["metrics_bytes"]
+
+
+def _chosen(run: Run):
+    asked = run.config.resume_from
+    if not asked:
+        return checkpoint.newest(run.folder.checkpoints)
+    problem = checkpoint.fault(Path(asked))
+    if problem is not None:
+        raise ValueError(f"resume_from ({asked}) is no usable checkpoint: {problem}")
+    return Path(asked), checkpoint.manifest(Path(asked))

@@ -1,0 +1,1 @@
+"""Rewards, one file each; `base.py` is their contract, `client.py` calls them."""

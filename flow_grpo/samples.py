@@ -1,0 +1,85 @@
+"""Write and read an evaluation's images: samples/epoch-000003/{000.png, ..., scores.json}."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flow_grpo.metrics import plain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = re.compile(r"epoch-(\d+)")
+
+
+def save_samples(
+    run_dir: str | os.PathLike,
+    epoch: int,
+    images: "Tensor",
+    prompts: Sequence[str],
+    scores: dict[str, Sequence[float | None]],
+) -> Path:
+    """Write the images and scores of one evaluation; return the folder, which appears whole.
+
+    images: (n, 3, h, w) float in [0, 1]. scores: {name: n values}, None or NaN where a reward gave
+    none. An evaluation of the same epoch is replaced.
+    Raises ValueError where the lengths differ.
+    """
+    lengths = {
+        "prompts": len(prompts),
+        **{f"scores[{name!r}]": len(s) for name, s in scores.items()},
+    }
+    for name, length in lengths.items():
+        if length != len(images):
+            raise ValueError(
+                f"{name} has {length} entries for {len(images)} images; give one an image"
+            )
+    from PIL import Image
+
+    samples = Path(run_dir) / "samples"
+    target = samples / f"epoch-{epoch:06d}"
+    aside = samples / f".epoch-{epoch:06d}-{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    pixels = images.detach().float().nan_to_num(0).clamp(0, 1).mul(255).round().byte()
+    entries = []
+    for i, pixel in enumerate(pixels.permute(0, 2, 3, 1).cpu().numpy()):
+        file = f"{i:03d}.png"
+        Image.fromarray(pixel).save(aside / file)
+        item = {name: plain(values[i]) for name, values in scores.items()}
+        entries.append({"file": file, "prompt": str(prompts[i]), "scores": item})
+    (aside / "scores.json").write_text(
+        json.dumps(entries, indent=1, allow_nan=False), encoding="utf-8"
+    )
+    if target.exists():
+        old = samples / f".old-{target.name}-{os.getpid()}"
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
+    return target
+
+
+def read_samples(run_dir: str | os.PathLike) -> dict[int, list[dict]]:
+    """Return {epoch: entries} of the readable sample folders; an entry's "path" is its image's."""
+    found: dict[int, list[dict]] = {}
+    for folder in sorted((Path(run_dir) / "samples").glob("epoch-*")):
+        match = FOLDER.fullmatch(folder.name)
+        if not match:
+            continue
+        try:
+            entries = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if not isinstance(entries, list):
+            continue
+        good = [entry for entry in entries if isinstance(entry, dict) and "file" in entry]
+        found[int(match[1])] = [
+            {**entry, "path": folder / Path(str(entry["file"])).name} for entry in good
+        ]
+    return dict(sorted(found.items()))

@@ -1,0 +1,218 @@
+"""Build what a run consists of, checking everything a user can get wrong before it costs time."""
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+from accelerate.utils import broadcast_object_list
+
+from flow_grpo import registry
+from flow_grpo.batching import BatchPlan, plan_batches
+from flow_grpo.data import Prompt, load_prompts
+from flow_grpo.models.base import FlowModel, PromptCache
+from flow_grpo.old_names import translate_old_names
+from flow_grpo.policy import Policy
+from flow_grpo.rewards.client import RewardClient
+from flow_grpo.schedules import learning_rate, sde_window
+from flow_grpo.sde import SDES
+from flow_grpo.seeds import WINDOW, generator
+from flow_grpo.trackers import check_trackers
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS, REWARDS = "flow_grpo.algorithms", "flow_grpo.rewards"
+CONTROLS = ("none", "permute_rewards", "flip_advantages")
+
+
+@dataclass
+class TrainState:
+    """What a run has behind it; with weights, optimizer and average, all there is to resume."""
+
+    epoch: int = 0
+    update: int = 0
+
+
+@dataclass
+class Run:
+    """Everything the loop works with; one per process."""
+
+    config: object
+    accelerator: object
+    plan: BatchPlan
+    folder: object  # run_folder.RunFolder on the main process, else None
+    model: FlowModel
+    policy: Policy
+    algorithm: object
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    prompt_cache: PromptCache
+    rewards: RewardClient
+    weights: dict[str, float]
+    state: TrainState = field(default_factory=TrainState)
+    trackers: list = field(default_factory=list)
+    eval_total: float | None = None  # of the current epoch, if it was evaluated
+    best_total: float = -math.inf  # of the published checkpoints
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return (height, width) in pixels."""
+        return (self.config.resolution, self.config.resolution)
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this process writes files."""
+        return self.accelerator.is_main_process
+
+    @property
+    def is_new_best(self) -> bool:
+        """Return whether this epoch was evaluated better than every checkpoint."""
+        return self.eval_total is not None and self.eval_total > self.best_total
+
+
+def check_config(config, world_size: int) -> BatchPlan:
+    """Check every setting that needs no model, and return the batch plan.
+
+    Raises:
+        ValueError: what came, what is allowed, the nearest valid value.
+    """
+    for old, new in translate_old_names(config, world_size).items():
+        logger.info("%s is an old name: %s", old, new)
+    plan = plan_batches(
+        groups_per_epoch=config.sample.groups_per_epoch,
+        group_size=config.sample.group_size,
+        updates_per_epoch=config.train.updates_per_epoch,
+        batch_size=config.sample.batch_size,
+        world_size=world_size,
+    )
+    if config.sample.sde_type not in SDES:
+        raise ValueError(registry.unknown("sample.sde_type", config.sample.sde_type, SDES))
+    if not 0 < config.sample.noise_level < math.inf:
+        raise ValueError(
+            f"sample.noise_level ({config.sample.noise_level}) must be above 0 in training: "
+            "without noise there is no log-probability; published values are 0.7 to 0.9"
+        )
+    window = sde_window(
+        config.sample.num_steps,
+        config.sample.sde_window_size,
+        tuple(config.sample.sde_window_range),
+        generator=generator(config.seed, WINDOW),
+    )
+    assert window
+    learning_rate(
+        0,
+        peak=config.train.learning_rate,
+        warmup_updates=config.train.lr_warmup_updates,
+        total_updates=total_updates(config),
+        schedule=config.train.lr_schedule,
+    )
+    for name in ("num_epochs", "eval_freq", "save_freq"):
+        if config[name] < 1:
+            raise ValueError(f"{name} ({config[name]}) must be at least 1")
+    if config.control not in CONTROLS:
+        raise ValueError(registry.unknown("control", config.control, CONTROLS))
+    registry.load(ALGORITHMS, config.algorithm)
+    if not any(config.reward_fn.values()):
+        raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
+    for name in reward_weights(config):
+        registry.load(REWARDS, name)
+    check_trackers(config.trackers)
+    return plan
+
+
+def reward_weights(config) -> dict[str, float]:
+    """Return {reward: weight}; "/" in a key stands for the "." that config keys cannot hold."""
+    return {name.replace("/", "."): weight for name, weight in config.reward_fn.items()}
+
+
+def total_updates(config) -> int:
+    """Return the optimizer steps of a whole run."""
+    return config.num_epochs * config.train.updates_per_epoch * config.train.num_inner_epochs
+
+
+def usable_prompts(config, split: str) -> list[Prompt]:
+    """Load a split and drop the prompts to which no weighted reward applies, saying how many.
+
+    Raises:
+        ValueError: none is left.
+    """
+    prompts = load_prompts(config.dataset, split, config.prompt_fn)
+    applies = [False] * len(prompts)
+    names = [name for name, weight in reward_weights(config).items() if weight != 0]
+    for name in names:
+        check = getattr(registry.load(REWARDS, name), "check_prompts", None)
+        found = check([p.prompt for p in prompts]) if check else [True] * len(prompts)
+        applies = [a or b for a, b in zip(applies, found, strict=True)]
+    kept = [prompt for prompt, usable in zip(prompts, applies, strict=True) if usable]
+    if not kept:
+        raise ValueError(
+            f"none of the {len(prompts)} {split} prompts of {config.dataset} can be scored by "
+            f"{', '.join(names)} (the ocr reward needs a quoted text in the prompt)"
+        )
+    if len(kept) < len(prompts):
+        logger.warning(
+            "%d of %d %s prompts of %s cannot be scored by %s and are left out",
+            len(prompts) - len(kept), len(prompts), split, config.dataset, ", ".join(names),
+        )  # fmt: skip
+    return kept
+
+
+def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder) -> Run:
+    """Load the data, the rewards and the model."""
+    algorithm = registry.load(ALGORITHMS, config.algorithm)(config)
+    prompts, eval_prompts = usable_prompts(config, "train"), usable_prompts(config, "test")
+    if config.eval.num_prompts:
+        eval_prompts = eval_prompts[: config.eval.num_prompts]
+    with accelerator.local_main_process_first():  # one download a node
+        model = adapter.load(config, accelerator.device)
+    size = (config.resolution, config.resolution)
+    model.check_size(size)
+    policy = Policy(model, config, accelerator)
+    guided = max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
+    cache = PromptCache(
+        model, policy.module, size=size, negative="" if guided else None,
+        max_size=config.sample.prompt_cache_size,
+    )  # fmt: skip
+    if config.sample.offload_text_encoders:
+        cache.fill([p.prompt for p in (*prompts, *eval_prompts)])
+        model.offload_text_encoders()
+    rewards = RewardClient(
+        reward_weights(config),
+        device=str(accelerator.device),
+        timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers,
+    )
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        plan=plan,
+        folder=folder,
+        model=model,
+        policy=policy,
+        algorithm=algorithm,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        prompt_cache=cache,
+        rewards=rewards,
+        weights={name: weight for name, weight in rewards.weights.items() if weight != 0},
+    )
+
+
+def main_process(accelerator, call):
+    """Run `call` on the main process; a ValueError there is one on every process."""
+    result, problem = None, [None]
+    if accelerator.is_main_process:
+        try:
+            result = call()
+        except (ValueError, OSError) as error:
+            problem = [str(error)]
+    broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
+    return result
+
+
+def on_all(accelerator, call):
+    """Run `call` on the main process and return its (picklable) result on every process."""
+    result = [main_process(accelerator, call)]
+    broadcast_object_list(result)
+    return result[0]

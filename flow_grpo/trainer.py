@@ -1,0 +1,109 @@
+"""Collect, score, update: one loop for every model and algorithm."""
+
+import logging
+import math
+import resource
+import time
+
+import torch
+
+from flow_grpo import evaluation, resume, samples
+from flow_grpo.collecting import collect, score
+from flow_grpo.metrics import truncate_metrics
+from flow_grpo.progress import StopRequest, progress_bar
+from flow_grpo.report import write_report
+from flow_grpo.session import Run, main_process
+from flow_grpo.trackers import close_trackers, log, open_trackers
+from flow_grpo.updating import update
+
+logger = logging.getLogger(__name__)
+
+
+def train(run: Run) -> dict | None:
+    """Train to `num_epochs`, resuming from the run's folder; return the summary (main process)."""
+    metrics_bytes = resume.restore(run)
+    stop = StopRequest()
+    if run.is_main:
+        truncate_metrics(run.folder.metrics, metrics_bytes)
+        run.trackers = open_trackers(
+            run.config.trackers,
+            run.folder.path,
+            run.config.run_name,
+            run.config.to_dict(),
+            update=run.state.update,
+        )
+    if run.state.epoch == 0:
+        _evaluate(run)
+    while run.state.epoch < run.config.num_epochs:
+        with progress_bar(run.accelerator, "rollout", run.plan.samples_per_rank) as bar:
+            clock = time.perf_counter()
+            collected = collect(run, run.state.epoch, bar)
+            rollout_s = time.perf_counter() - clock
+            scores, reward_metrics = score(run, collected)
+            bar.set_postfix(reward=f"{reward_metrics.get('reward/total', float('nan')):.3f}")
+        reward_s = time.perf_counter() - clock - rollout_s
+        metrics = update(run, collected, scores)
+        seconds = time.perf_counter() - clock
+        run.state.epoch += 1
+        metrics = {
+            "epoch": run.state.epoch - 1,
+            "update": run.state.update,
+            "images": run.plan.samples_per_epoch,
+            **reward_metrics,
+            **metrics,
+            "time/rollout_s": rollout_s,
+            "time/reward_s": reward_s,
+            "time/update_s": seconds - rollout_s - reward_s,
+            "perf/images_per_s": run.plan.samples_per_epoch / seconds,
+        }
+        log(run.trackers, metrics, run.state.update)
+        stopping = stop.agreed(run.accelerator)
+        last = stopping or run.state.epoch >= run.config.num_epochs
+        run.eval_total = None
+        if run.state.epoch % run.config.eval_freq == 0 or (last and not stopping):
+            _evaluate(run)
+        if run.state.epoch % run.config.save_freq == 0 or last or run.is_new_best:
+            main_process(run.accelerator, lambda: resume.save(run))
+            run.best_total = max(run.best_total, run.eval_total or -math.inf)
+        if stopping:
+            logger.info("stopped after epoch %d; the same command resumes", run.state.epoch)
+            break
+    return _finish(run)
+
+
+def _evaluate(run: Run) -> None:
+    """Evaluate, log, keep samples, and refresh the report."""
+    started = time.perf_counter()
+    with progress_bar(run.accelerator, "evaluate", len(run.eval_prompts)) as bar:
+        metrics, kept = evaluation.evaluate(run, bar.update)
+    metrics["time/eval_s"] = time.perf_counter() - started
+    run.eval_total = metrics.get("eval/total")
+    if run.is_main:
+        line = {"epoch": run.state.epoch, "update": run.state.update, **metrics}
+        log(run.trackers, line, run.state.update)
+        samples.save_samples(run.folder.path, run.state.epoch, **kept)
+        write_report(run.folder.path)
+        scores = {k: v for k, v in metrics.items() if k.startswith("eval/")}
+        logger.info(
+            "epoch %d held-out: %s",
+            run.state.epoch,
+            ", ".join(f"{k} {v:.4f}" for k, v in scores.items()),
+        )
+
+
+def _finish(run: Run) -> dict | None:
+    """Write summary and report, and close what was opened."""
+    run.rewards.close()
+    if not run.is_main:
+        return None
+    close_trackers(run.trackers)
+    summary = run.folder.write_summary(peak_memory_gib=round(peak_memory_gib(), 3))
+    write_report(run.folder.path)
+    return summary
+
+
+def peak_memory_gib() -> float:
+    """Return this process's peak memory: the GPU's where there is one, else the resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,120 @@
+"""Hold the documents to the code: what they name exists, and what they show works."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import grpo
+from config.base import locked_config
+from flow_grpo import old_names
+from flow_grpo.rewards.base import Samples, State
+
+ROOT = Path(__file__).resolve().parents[1]
+READMES = ("README.md", "README.zh.md")
+DOCUMENTS = (*READMES, "CONTRIBUTING.md", "dataset/README.md")
+
+
+def _read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return (language, body) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.M | re.S)
+
+
+def _has_field(dotted: str) -> bool:
+    value = locked_config()
+    for key in dotted.split("."):
+        if key not in value:
+            return False
+        value = value[key]
+    return True
+
+
+def _presets() -> set[str]:
+    functions = {n.name for n in ast.parse(_read("config/grpo.py")).body if hasattr(n, "args")}
+    return {name for name in functions - {"get_config"} if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_override_that_is_shown_exists(name):
+    shown = set(re.findall(r"--config\.([\w.]+)", _read(name)))
+    assert {field for field in shown if not _has_field(field)} == set()
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_every_field_that_is_named_exists(name):
+    pattern = r"`((?:sample|train|eval|reward|pretrained)\.(?!py\b)\w+)"
+    named = set(re.findall(pattern, _read(name)))
+    assert named
+    assert {field for field in named if not _has_field(field)} == set()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_script_that_is_named_exists(name):
+    named = set(re.findall(r"\b((?:scripts|dataset|config|tests)/[\w/]+\.(?:py|sh))", _read(name)))
+    missing = {path for path in named if not (ROOT / path).is_file()}
+    # The files that CONTRIBUTING tells its reader to write.
+    assert missing - {"scripts/train_my_model.py", "tests/rewards/test_brightness.py"} == set()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_local_link_leads_somewhere(name):
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", _read(name))
+    folder = (ROOT / name).parent
+    assert [target for target in targets if not (folder / target).exists()] == []
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_table_of_presets_is_complete(name):
+    table = _read(name).split("`config/grpo.py:`")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == _presets()
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_every_preset_in_a_command_loads(name):
+    used = set(re.findall(r"config/grpo\.py:(\w+)", _read(name)))
+    assert used
+    assert used <= _presets()
+    for preset in used:
+        grpo.get_config(preset)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_sizes_in_the_table_of_presets_are_those_of_the_presets(name):
+    rows = re.findall(r"^\| `(\w+)` \|.* (\d+) x (\d+) \|", _read(name), flags=re.M)
+    assert rows
+    for preset, groups, size in rows:
+        sample = grpo.get_config(preset).sample
+        assert (sample.groups_per_epoch, sample.group_size) == (int(groups), int(size)), preset
+
+
+def test_both_readmes_show_the_same_commands():
+    assert _blocks(_read("README.md")) == _blocks(_read("README.zh.md"))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_no_number_is_left_out(name):
+    assert re.findall(r"@@\w+@@", _read(name)) == []
+
+
+def test_the_table_of_old_names_is_complete():
+    text = _read("CONTRIBUTING.md")
+    assert [name for name in old_names.OLD_NAMES if f"`{name}`" not in text] == []
+    for old, new in old_names.RENAMED.items():
+        (row,) = re.findall(rf"^\| `{re.escape(old)}`.*$", text, flags=re.M)
+        assert f"`{new}`" in row
+
+
+def test_the_reward_in_the_guide_works():
+    (source,) = (body for lang, body in _blocks(_read("CONTRIBUTING.md")) if lang == "python")
+    namespace = {}
+    exec(source, namespace)  # our own document
+    images = torch.stack([torch.zeros(3, 4, 4), torch.full((3, 4, 4), 0.5)])
+    scores = namespace["Brightness"]()(Samples(images, ["black", "grey"], [{}, {}]))
+    assert scores.values.tolist() == [0.0, 0.5]
+    assert scores.states.tolist() == [State.OK, State.OK]
