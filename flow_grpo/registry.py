@@ -1,24 +1,21 @@
 """Find rewards, models and algorithms by file name: the folder is the registry."""
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import math
 import pkgutil
-
-INFRASTRUCTURE = frozenset({"base", "client"})  # files of such a folder that are no entry of it
+from pathlib import Path
 
 
 def names(package: str) -> list[str]:
     """List what a package offers, sorted; nothing but the package itself is imported.
 
-    Modules and sub-packages count, but for `base`, `client` and names that start with `_`.
+    Its sub-packages, and its files with a class named after the file (see `load`). The folder's own
+    machinery is no entry: `base`, names that start with `_`, files without such a class.
     """
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.submodule_search_locations is None:
-        raise ValueError(f"{package!r} is no importable package")
-    found = (module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
-    return sorted(n for n in found if n not in INFRASTRUCTURE and not n.startswith("_"))
+    return sorted(name for name, source in _files(package).items() if _is_entry(name, source))
 
 
 def load(package: str, name: str) -> type:
@@ -31,15 +28,14 @@ def load(package: str, name: str) -> type:
         return _load_dotted(name)
     existing = names(package)
     if name not in existing:
-        raise ValueError(unknown(_kind(package), name, existing))
+        if name in _files(package):
+            raise ValueError(_nameless(package, name))
+        raise ValueError(unknown(package.rpartition(".")[2].removesuffix("s"), name, existing))
     module = importlib.import_module(f"{package}.{name}")
-    wanted = name.replace("_", "").lower()
     for key, value in vars(module).items():
-        own = isinstance(value, type) and value.__module__.startswith(module.__name__)
-        if own and key.replace("_", "").lower() == wanted:
+        if isinstance(value, type) and _is_called_after(key, name):
             return value
-    camel = "".join(part.capitalize() for part in name.split("_"))
-    raise ValueError(f"{module.__name__} has no class named after the file; expected {camel}")
+    raise ValueError(_nameless(package, name))
 
 
 def metric_name(name: str) -> str:
@@ -81,12 +77,39 @@ def _load_dotted(name: str) -> type:
     return value
 
 
-def _kind(package: str) -> str:
-    return package.rpartition(".")[2].removesuffix("s")
-
-
 def unknown(kind: str, name: str, existing) -> str:
     """Return the message for a name that does not exist: all there are, and the nearest."""
     nearest = difflib.get_close_matches(name, existing, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     return f"unknown {kind} {name!r}; there are: {', '.join(existing) or 'none'}{hint}"
+
+
+def _files(package: str) -> dict[str, Path | None]:
+    """Return the source of every module of a package by name; None for a sub-package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ValueError(f"{package!r} is no importable package")
+    return {
+        module.name: None if module.ispkg else Path(module.module_finder.path, f"{module.name}.py")
+        for module in pkgutil.iter_modules(spec.submodule_search_locations)
+    }
+
+
+def _is_entry(name: str, source: Path | None) -> bool:
+    if name == "base" or name.startswith("_"):
+        return False
+    if source is None:
+        return True
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    return any(
+        isinstance(node, ast.ClassDef) and _is_called_after(node.name, name) for node in body
+    )
+
+
+def _nameless(package: str, name: str) -> str:
+    camel = "".join(part.capitalize() for part in name.split("_"))
+    return f"{package}.{name} has no class named after its file, {camel}"
+
+
+def _is_called_after(class_name: str, file_name: str) -> bool:
+    return class_name.lower() == file_name.replace("_", "").lower()

@@ -102,7 +102,7 @@ def _swanlab(run_dir: Path, run_name: str, update: int) -> GeneralTracker:
 
 
 def _trackio(run_dir: Path, run_name: str, update: int) -> GeneralTracker:
-    return TrackioTracker(DEFAULT_PROJECT, name=run_name)
+    return TrackioTracker(DEFAULT_PROJECT, name=run_name, resume="allow" if update else "never")
 
 
 BACKENDS = {

@@ -73,8 +73,8 @@ def make_vae(args, signs) -> tuple:
             seconds=60 * args.vae_minutes,
         )
         note = (
-            f"at most {args.vae_steps:,} steps of {args.vae_batch_size}, absolute error and a "
-            f"small KL; mean error {error / 2:.4f} of the brightness range."
+            f"at most {args.vae_steps:,} steps of {args.vae_batch_size}, absolute and squared "
+            f"error and a small KL; mean absolute error {error / 2:.4f} of the brightness range."
         )
         image_coder.to(torch.float16).to(torch.float32)  # as it will be saved
     latents = train.encode_images(image_coder, signs)
@@ -128,7 +128,7 @@ def main() -> None:
     import diffusers
     import torch
     import transformers
-    from tiny_sd3 import build, evaluate, signs, train
+    from tiny_sd3 import build, evaluate, signs
 
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
@@ -147,31 +147,40 @@ def main() -> None:
         wrong_letters=args.wrong_letters,
     )
     print(f"{args.num_images} images drawn after {time.monotonic() - start:.0f} s", flush=True)
-    image_coder, note, latents = make_vae(args, data)
-    shape = {"hidden": args.hidden, "layers": args.layers, "heads": args.heads}
-    pipe = build.pipeline(image_coder, shift=args.shift, **shape).to(device)
     evaluator = evaluate.Evaluator(
         args.out, num_prompts=args.evaluation_prompts, num_workers=args.ocr_workers, start=start
     )
     try:
-        check_encoding(pipe, [*evaluator.prompts[:4], ""])
-        if args.compile:
-            pipe.transformer.compile()
-        train.train_flow(
-            pipe,
-            data,
-            latents,
-            evaluator,
-            steps=args.steps,
-            batch_size=args.batch_size,
-            seconds=60 * args.max_minutes - RESERVE_S - (time.monotonic() - start),
-            learning_rate=args.learning_rate,
-            ema_decay=args.ema_decay,
-            evaluate_at=lambda step: step % args.evaluate_every == 0 and step >= args.evaluate_from,
-        )
-        finish(args, evaluator, pipe, note)
+        pretrain(args, data, evaluator, start)
     finally:
         evaluator.reader.close()
+
+
+def pretrain(args, data, evaluator, start: float) -> None:
+    """Train the VAE, then the rest, and finish; start is the run's time.monotonic()."""
+    from tiny_sd3 import build, train
+
+    image_coder, note, latents = make_vae(args, data)
+    ceiling = evaluator.measure_reconstruction(image_coder)
+    print(f"OCR reward of the VAE's reconstructions of held-out signs: {ceiling:.3f}", flush=True)
+    shape = {"hidden": args.hidden, "layers": args.layers, "heads": args.heads}
+    pipe = build.pipeline(image_coder, shift=args.shift, **shape).to(data.masks.device)
+    check_encoding(pipe, [*evaluator.prompts[:4], ""])
+    if args.compile:
+        pipe.transformer.compile()
+    train.train_flow(
+        pipe,
+        data,
+        latents,
+        evaluator,
+        steps=args.steps,
+        seconds=60 * args.max_minutes - RESERVE_S - (time.monotonic() - start),
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        ema_decay=args.ema_decay,
+        evaluate_at=lambda step: step % args.evaluate_every == 0 and step >= args.evaluate_from,
+    )
+    finish(args, evaluator, pipe, note)
 
 
 if __name__ == "__main__":

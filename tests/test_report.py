@@ -146,8 +146,7 @@ def test_the_page_needs_no_network_and_runs_no_script(tmp_path):
     assert page.addresses
     assert all(address.startswith(("data:image/", "#")) for address in page.addresses)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", html)
-    assert not re.search(r"url\((?!#)|@import", html)
+    assert not re.search(r"https?:|(?:src|href)=.?//|url\((?!#)|@import", html)
 
 
 def test_a_prompt_cannot_write_into_the_page(tmp_path):

@@ -127,7 +127,7 @@ def test_velocity_is_replayed_exactly_at_the_trained_steps_and_sees_each_sigma_o
 
 def test_each_stochastic_step_takes_its_own_noise_and_the_others_none():
     network = Network()
-    trajectory = roll_out(network, stochastic=(1, 3), trained=(1, 3))
+    trajectory = roll_out(network, stochastic=(1, 3), trained=(3,))
     x, noises = draw(2)
     for i in range(len(SIGMAS) - 1):
         sigma, sigma_next = SIGMAS[i].expand(3), SIGMAS[i + 1].expand(3)

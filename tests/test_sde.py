@@ -89,6 +89,7 @@ def test_cps_keeps_the_coefficients(noise_level):
     image_part = cps(
         1 - sigma[:, None], -torch.ones(10, 1), sigma, sigma_next, noise_level=noise_level
     )
+    assert (noise_part.mean >= 0).all()  # above noise_level 1 too: the positive root
     total = noise_part.std.double().square() + noise_part.mean.double().square()
     torch.testing.assert_close(total[:, 0], sigma_next.double().square(), rtol=1e-6, atol=2e-7)
     torch.testing.assert_close(image_part.mean[:, 0], 1 - sigma_next, rtol=1e-6, atol=2e-7)
@@ -157,12 +158,15 @@ def test_a_sample_does_not_depend_on_its_batch_and_std_broadcasts(name):
         assert torch.equal(one.std, whole.std[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", SDES)
-def test_half_precision_input_is_computed_in_float32(name):
-    x, v, noise, sigma, sigma_next = random_state(dtype=torch.bfloat16)
+def test_everything_is_computed_in_float32(name, dtype):
+    x, v, noise, sigma, sigma_next = random_state(dtype=dtype)
+    sigma, sigma_next = sigma.double(), sigma_next.double()
+    assert ode(x, v, sigma, sigma_next).dtype == torch.float32
     settings = {"noise_level": 0.7, "sigma_max": 0.9601}
     low = SDES[name].step(x, v, sigma, sigma_next, **settings)
-    full = SDES[name].step(x.float(), v.float(), sigma, sigma_next, **settings)
+    full = SDES[name].step(x.float(), v.float(), sigma.float(), sigma_next.float(), **settings)
     assert low.mean.dtype == low.std.dtype == sample(low, noise).dtype == torch.float32
     assert torch.equal(low.mean, full.mean)
     assert torch.equal(low.std, full.std)

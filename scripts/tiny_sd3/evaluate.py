@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from tiny_sd3 import build, ocr, words
+from tiny_sd3 import build, ocr, render, words
 
 CALLS = {  # what is measured: arguments of the pipeline's call
     "ocr": {"num_inference_steps": 8, "guidance_scale": 1.0, "max_sequence_length": 0},
@@ -69,6 +69,21 @@ class Evaluator:
             if name == "ocr":
                 means["ocr_stderr"] = float(np.std(rewards) / math.sqrt(len(rewards)))
         return means
+
+    @torch.no_grad()
+    def measure_reconstruction(self, image_coder) -> float:
+        """Draw the held-out signs, send them through the VAE, and return their mean reward."""
+        names = list(words.COLORS)
+        colors = [names.index(prompt.split()[-2]) for prompt in self.prompts]
+        drawn = render.compose(
+            torch.from_numpy(render.masks(self.targets)).float(),
+            torch.from_numpy(render.palettes()[colors]).float(),
+        )
+        pixels = drawn.to(image_coder.device) / 127.5 - 1.0
+        decoded = image_coder.decode(image_coder.encode(pixels).latent_dist.mean).sample
+        images = ((decoded.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
+        save_grid(images.cpu().numpy(), self.out / "reconstructions.png")
+        return float(np.mean(self.reader.score(images.cpu().numpy(), self.targets)))
 
     def __call__(self, pipe, step: int, loss: float) -> None:
         """Evaluate and save a snapshot as out/step-XXXXXX; print what has been read so far."""

@@ -47,7 +47,7 @@ def paced(num_steps: int, seconds: float) -> Iterator[tuple[int, float]]:
 
 
 def train_vae(image_coder, signs: Signs, *, steps, batch_size, learning_rate, seconds) -> float:
-    """Train the VAE in place by absolute error and a small KL; return the last mean error."""
+    """Train the VAE in place by absolute and squared error and a small KL; return the last absolute."""
     device = signs.masks.device
     image_coder.train().requires_grad_(True)
     stepper = optimizer(image_coder.parameters(), learning_rate, device)
@@ -61,7 +61,8 @@ def train_vae(image_coder, signs: Signs, *, steps, batch_size, learning_rate, se
         mean, log_variance = posterior.mean.float(), posterior.logvar.float()
         kl = 0.5 * (mean**2 + log_variance.exp() - 1.0 - log_variance).mean()
         error = functional.l1_loss(decoded.float(), pixels)
-        (error + KL_WEIGHT * kl).backward()
+        squared = functional.mse_loss(decoded.float(), pixels)
+        (error + squared + KL_WEIGHT * kl).backward()
         torch.nn.utils.clip_grad_norm_(image_coder.parameters(), 1.0)
         stepper.step()
         stepper.zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -19,9 +20,11 @@ FAKES = Path(__file__).parent / "fakes"
 LIMIT_S = 1.0
 
 
-@pytest.fixture(autouse=True)
-def _fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(FAKES))
+@pytest.fixture(autouse=True, scope="module")
+def _fakes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FAKES))
+        yield
 
 
 def samples(*prompts):
@@ -42,7 +45,7 @@ def scored(pending):
     return (column["misbehaving"] for column in table[:3])
 
 
-@pytest.fixture(params=["Threaded", "Spawned", "Inlined"])
+@pytest.fixture(params=["Threaded", "Spawned", "Inlined"], scope="module")
 def any_client(request):
     # A process needs its time to answer at all on a busy machine; nothing hangs in these tests.
     with client(request.param, timeout_s=60) as opened:
@@ -93,9 +96,8 @@ def test_a_hanging_thread_is_left_behind_and_replaced():
 
 
 def running(pid):
-    """Say whether a process of ours is there and no zombie."""
-    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return listed.stdout.strip()[:1] not in ("", "Z")
+    """Say whether a process is there and no zombie."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_hanging_process_is_killed_and_replaced():
