@@ -9,15 +9,23 @@ once, at the start of a run, into the fields above them (`flow_grpo/old_names.py
 import difflib
 from types import FunctionType
 
-import ml_collections
+from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 
-def locked_config() -> ml_collections.ConfigDict:
+def locked_config() -> ConfigDict:
     """Return the default configuration, locked."""
-    config = ml_collections.ConfigDict()
+    config = _run()
+    config.update(_data_and_model())
+    config.sample = _sample()
+    config.train = _train()
+    config.eval = _eval()
+    _add_old_names(config)
+    return config.lock()
 
-    # run
+
+def _run() -> ConfigDict:
+    config = ConfigDict()
     config.run_name = ""  # folder below logdir; "" takes the preset's name
     config.logdir = "runs"  # parent of the run folders
     config.seed = 42  # prompts, noise, windows and adapter init are functions of it
@@ -32,24 +40,27 @@ def locked_config() -> ml_collections.ConfigDict:
     config.mixed_precision = "fp16"  # no | fp16 | bf16
     config.allow_tf32 = True  # TF32 matrix products on CUDA
     config.use_lora = True  # False trains the whole transformer
+    return config
 
-    # data and rewards
+
+def _data_and_model() -> ConfigDict:
+    config = ConfigDict()
     config.dataset = "dataset/ocr"  # folder with {train,test}.txt or {train,test}_metadata.jsonl
     config.prompt_fn = "general_ocr"  # general_ocr: .txt, geneval: .jsonl with metadata
     config.resolution = 512  # image height and width, pixels
-    config.reward_fn = ml_collections.ConfigDict({"ocr": 1.0})  # weights; 0 = evaluation only
-    config.reward = ml_collections.ConfigDict()
+    config.reward_fn = ConfigDict({"ocr": 1.0})  # weights; 0 = evaluation only
+    config.reward = ConfigDict()
     config.reward.timeout_s = 120.0  # seconds for one batch of one reward; beyond it has failed
     config.reward.num_workers = 2  # workers per reward and process
-
-    # model
-    config.pretrained = ml_collections.ConfigDict()
+    config.pretrained = ConfigDict()
     config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"  # hub id or folder
     config.pretrained.revision = "main"  # branch, tag or commit on the hub
     config.pretrained.use_t5 = True  # False: without the third text encoder
+    return config
 
-    # sampling
-    sample = config.sample = ml_collections.ConfigDict()
+
+def _sample() -> ConfigDict:
+    sample = ConfigDict()
     sample.num_steps = 10  # denoising steps of a rollout
     sample.guidance_scale = 4.5  # 1 = no classifier-free guidance, half the cost
     sample.groups_per_epoch = 48  # prompts drawn for an epoch, over all ranks
@@ -64,9 +75,11 @@ def locked_config() -> ml_collections.ConfigDict:
     sample.max_sequence_length = 128  # tokens of the third text encoder (0 = none)
     sample.prompt_cache_size = 4096  # encoded prompts kept in host memory
     sample.offload_text_encoders = False  # encode every prompt first, then free the device
+    return sample
 
-    # training
-    train = config.train = ml_collections.ConfigDict()
+
+def _train() -> ConfigDict:
+    train = ConfigDict()
     train.learning_rate = 3e-4  # AdamW, peak
     train.lr_schedule = "constant"  # constant | linear | cosine (to 0 at num_epochs)
     train.lr_warmup_updates = 0  # optimizer steps of linear warm-up
@@ -88,20 +101,21 @@ def locked_config() -> ml_collections.ConfigDict:
     train.lora_rank = 32
     train.lora_alpha = 64
     train.lora_path = ""  # warm start: diffusers LoRA file or folder, or a PEFT folder
+    return train
 
-    # evaluation: held-out prompts, EMA weights, ODE, fixed seeds
-    evaluation = config.eval = ml_collections.ConfigDict()
+
+def _eval() -> ConfigDict:
+    """Return the settings of evaluation: held-out prompts, EMA weights, ODE, fixed seeds."""
+    evaluation = ConfigDict()
     evaluation.num_steps = 40  # denoising steps
     evaluation.guidance_scale = 4.5  # 1 = no classifier-free guidance
     evaluation.batch_size = 16  # images in a forward of one rank
     evaluation.num_prompts = 0  # first prompts of the test split; 0 = all
     evaluation.num_samples = 16  # images kept in samples/ for the report
-
-    _add_old_names(config)
-    return config.lock()
+    return evaluation
 
 
-def preset(namespace: dict, name: str) -> ml_collections.ConfigDict:
+def preset(namespace: dict, name: str) -> ConfigDict:
     """Return the preset `name` among the functions that a config file defines, locked.
 
     Args:
@@ -129,7 +143,7 @@ def preset(namespace: dict, name: str) -> ml_collections.ConfigDict:
     return config.lock()
 
 
-def _add_old_names(config: ml_collections.ConfigDict) -> None:
+def _add_old_names(config: ConfigDict) -> None:
     """Add the reference's field names, unset; `None` means "not given"."""
     config.sample.num_batches_per_epoch = placeholder(int)
     config.sample.train_batch_size = placeholder(int)

@@ -1,6 +1,7 @@
 """The command line of every train script: flags, checks, one clear line for a user's mistake."""
 
 import contextlib
+import difflib
 import logging
 import os
 import sys
@@ -60,8 +61,19 @@ def parse(argv: Sequence[str]) -> ConfigDict:
         if argument.startswith(("--config.", "--noconfig.")):
             key = argument.partition("config.")[2].partition("=")[0]
             if key not in known and not key.startswith("reward_fn."):
-                raise ValueError(registry.unknown("key", f"config.{key}", sorted(known)))
+                raise ValueError(_unknown_key(key, known))
     return _flag(flags.FlagValues(), argv)
+
+
+def _unknown_key(key: str, known: set[str]) -> str:
+    """Name the nearest keys, and what the key's section holds."""
+    nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    leaf = difflib.get_close_matches(
+        key.rpartition(".")[2], {k.rpartition(".")[2] for k in known}, n=1, cutoff=0.6
+    )
+    nearest += [k for k in sorted(known) if k.rpartition(".")[2] in leaf and k not in nearest]
+    hint = f"; did you mean config.{', config.'.join(nearest[:3])}?" if nearest else ""
+    return f"unknown key config.{key}{hint} ({PRINT_CONFIG} lists all)"
 
 
 def _flag(values: flags.FlagValues, argv: list[str]) -> ConfigDict:

@@ -113,8 +113,9 @@ def draw_curves(
         return ""
     figure, axes = _axes()
     if train.drawable:
-        marker = "." if len(train.x) <= FEW_POINTS else ""
-        style = {"color": COLOURS["train"], "linewidth": 1.3, "marker": marker, "markersize": 6}
+        few = len(train.x) <= FEW_POINTS
+        marker, style = "." if few else "", {"linewidth": 1.3 if few else 0.8}
+        style |= {"color": COLOURS["train"], "marker": marker, "markersize": 6}
         axes.plot(train.x, train.y, **style)
     if held_out.drawable:
         bars = [0.0 if math.isnan(e) else e for e in errors] if errors else None

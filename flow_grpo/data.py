@@ -177,7 +177,7 @@ def _unknown_prompt_fn(prompt_fn: str) -> str:
 
 def _nearest(name: str, names: list[str]) -> str:
     matches = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 @functools.cache

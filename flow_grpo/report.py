@@ -120,7 +120,7 @@ def _figures(lines: list[dict]) -> list[dict]:
         errors = errors if len(errors) == len(held_out.x) else None
         svg = draw_curves(train, held_out, errors, epochs=epochs)
         if svg:
-            legend = [("train", "rollouts"), ("held-out", "held-out, one standard error")]
+            legend = [("train", "rollouts"), ("held-out", "held-out \u00b1 one standard error")]
             figures.append({"title": f"Reward: {name}", "note": "", "svg": svg, "legend": legend})
     for key, title, note, offset in PANELS:
         svg = draw_curves(_series(lines, key, offset), epochs=epochs)

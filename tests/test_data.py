@@ -107,7 +107,7 @@ def test_a_file_that_is_not_utf_8_is_an_error(tmp_path):
 
 def test_an_unknown_prompt_fn_names_the_nearest(tmp_path):
     text = message_of(data.load_prompts, tmp_path, "train", "general-ocr")
-    assert "there are general_ocr, geneval; did you mean general_ocr?" in text
+    assert "there are general_ocr, geneval (did you mean general_ocr?)" in text
 
 
 def test_a_relative_dataset_is_found_here_first_and_then_in_the_repository(tmp_path, monkeypatch):

@@ -178,6 +178,15 @@ def test_geneval_splits_share_no_scene_however_it_is_worded():
     assert not train & test
 
 
+def test_one_scene_has_one_key_so_that_it_falls_into_one_split(generate, monkeypatch):
+    monkeypatch.setattr(generate.words, "OBJECTS", ("cup", "dog"))
+    monkeypatch.setattr(generate.words, "COLORS", ("red", "blue"))
+    draw = generate.Draw(0)
+    # a cup (left of, right of, above, below) a dog; a cup and a dog; the two colourings of it
+    for tag, num_scenes in (("position", 4), ("two_object", 1), ("color_attr", 2)):
+        assert len({generate.GENEVAL_TAGS[tag](draw)[0] for _ in range(200)}) == num_scenes
+
+
 def test_pickscore_sfw_captions_are_sentences_and_other_than_pickscore():
     sfw = {prompt for split in ("train", "test") for prompt, _ in prompts("pickscore_sfw", split)}
     assert all(prompt.count(" ") >= 5 for prompt in sfw)

@@ -41,8 +41,8 @@ template are one token each. Scheduler: flow-matching Euler, shift {shift:g}.
 ## How it was trained
 
 On {num_images:,} images that the script draws itself: random letters and made-up syllables in one
-typeface at fixed spacing, on {num_colors} background colours ({colors}),
-with captions such as `"HELLO" on a blue sign`. {wrong}
+typeface at fixed spacing, on {num_colors} background colours:
+{colors}. Captions are such as `"HELLO" on a blue sign`. {wrong}
 A tenth of the captions was dropped. No other data was used.
 
 1. VAE: {vae_text}
@@ -76,9 +76,9 @@ def describe_wrong(wrong_captions: float, wrong_letters: float) -> str:
     """Say what share of the captions was wrong."""
     parts = []
     if wrong_captions:
-        parts.append(f"{wrong_captions:.0%} of the captions name other letters altogether")
+        parts.append(f"{wrong_captions:.0%} of the captions name other letters")
     if wrong_letters:
-        parts.append(f"each letter of a caption is replaced by a random one at {wrong_letters:.0%}")
+        parts.append(f"{wrong_letters:.0%} of the letters are\nreplaced by random ones")
     return f"On purpose, {' and '.join(parts)}." if parts else "All captions are right."
 
 

@@ -47,7 +47,10 @@ def paced(num_steps: int, seconds: float) -> Iterator[tuple[int, float]]:
 
 
 def train_vae(image_coder, signs: Signs, *, steps, batch_size, learning_rate, seconds) -> float:
-    """Train the VAE in place by absolute and squared error and a small KL; return the last absolute."""
+    """Train the VAE in place by absolute and squared error and a small KL.
+
+    Returns the last mean absolute error, on images in [-1, 1].
+    """
     device = signs.masks.device
     image_coder.train().requires_grad_(True)
     stepper = optimizer(image_coder.parameters(), learning_rate, device)
