@@ -140,7 +140,8 @@ def preset(namespace: dict, name: str) -> ConfigDict:
         )
     config = presets[name]()
     config.run_name = config.run_name or name
-    return config.lock()
+    # lock() passes over a locked config, but a dict that was assigned in it is unlocked.
+    return config.unlock().lock()
 
 
 def _add_old_names(config: ConfigDict) -> None:

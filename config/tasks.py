@@ -11,7 +11,7 @@ def ocr(config: ConfigDict) -> None:
 
 
 def tiny_ocr(config: ConfigDict) -> None:
-    """Write a word of 2-5 letters on a coloured sign; scored by an OCR engine."""
+    """Write a word of 2-4 letters on a coloured sign; scored by an OCR engine."""
     config.dataset = "dataset/tiny_ocr"
     config.prompt_fn = "general_ocr"
     config.reward_fn = {"ocr": 1.0}

@@ -40,7 +40,8 @@ def publish(folder: Path, epoch: int, write: Callable[[Path], None], record: dic
         OSError: disk full or read-only; earlier checkpoints are untouched.
     """
     final, aside = folder / f"checkpoint-{epoch}", folder / f".writing-{epoch}"
-    shutil.rmtree(aside, ignore_errors=True)
+    for left_behind in folder.glob(".writing-*"):  # by a kill
+        shutil.rmtree(left_behind, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         write(aside)
@@ -52,9 +53,11 @@ def publish(folder: Path, epoch: int, write: Callable[[Path], None], record: dic
         shutil.rmtree(final, ignore_errors=True)
         os.rename(aside, final)
         _sync(folder)
-    except BaseException:
+    except (OSError, SafetensorError) as error:  # the library's own word for a full disk
+        kept = "earlier checkpoints are as they were"
+        raise OSError(f"cannot save {final} ({error}); {kept}") from error
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        raise
     return final
 
 
@@ -84,8 +87,8 @@ def manifest(path: Path) -> dict:
 def fault(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None if every file is as it was written."""
     try:
-        files = manifest(path)["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files = dict(manifest(path)["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"no readable {MANIFEST}: {type(error).__name__}"
     for name, digest in files.items():
         if not (path / name).is_file():
@@ -104,8 +107,8 @@ def prune(folder: Path, limit: int) -> list[Path]:
     scores = {}
     for path in paths:
         try:
-            scores[path] = manifest(path).get("eval_total")
-        except (OSError, ValueError):
+            scores[path] = manifest(path)["eval_total"]
+        except (OSError, ValueError, KeyError, TypeError):
             scores[path] = None
     scored = [path for path in paths if scores[path] is not None]
     best = max(scored, key=lambda path: scores[path]) if scored else None
@@ -170,14 +173,16 @@ def _fill(file: Path, names: list[str], tensors: list[Tensor]) -> None:
         odd = sorted(set(loaded) ^ set(names))
         raise ValueError(f"{file} holds other parameters than this run trains, such as {odd[0]}")
     for name, tensor in zip(names, tensors, strict=True):
+        if loaded[name].shape != tensor.shape:
+            raise ValueError(
+                f"{file}: {name} has shape {tuple(loaded[name].shape)}, but this run trains "
+                f"{tuple(tensor.shape)}; resume with the settings that made it (train.lora_rank)"
+            )
         tensor.copy_(loaded[name])
 
 
 def _save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
-    except SafetensorError as error:  # how the library reports a full disk
-        raise OSError(f"cannot write {file}: {error}") from error
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
 
 
 def _digest(path: Path) -> list:

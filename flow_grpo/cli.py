@@ -4,9 +4,11 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -17,6 +19,7 @@ logger = logging.getLogger("flow_grpo")
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError)  # what a user can cause; one line, no trace
 PRINT_CONFIG, DRY_RUN = "--print_config", "--dry_run"
+OVERRIDES = ("--config.", "--noconfig.")
 HELP = f"""\
 usage: SCRIPT --config FILE.py:PRESET [--config.KEY=VALUE ...] [{PRINT_CONFIG}] [{DRY_RUN}]
 
@@ -53,19 +56,20 @@ def parse(argv: Sequence[str]) -> ConfigDict:
         ValueError: an unknown file, preset, key or flag, or a value of the wrong type.
     """
     argv = [_reward_literal(argument) for argument in argv]
-    base = [a for a in argv if not a.startswith(("--config.", "--noconfig."))]
-    values = flags.FlagValues()
-    config = _flag(values, base)
+    config = _flag(flags.FlagValues(), [a for a in argv if not a.startswith(OVERRIDES)])
     known = _keys(config.to_dict())
+    overrides = {}  # of a key that is given twice the last counts, for tuples too
     for argument in argv:
-        if argument.startswith(("--config.", "--noconfig.")):
+        if argument.startswith(OVERRIDES):
             key = argument.partition("config.")[2].partition("=")[0]
-            if key not in known and not key.startswith("reward_fn."):
+            if key not in known:
                 raise ValueError(_unknown_key(key, known))
-    return _flag(flags.FlagValues(), argv)
+            overrides[key] = _tuple_literal(argument, known[key])
+    rest = [argument for argument in argv if not argument.startswith(OVERRIDES)]
+    return _flag(flags.FlagValues(), [*rest, *overrides.values()])
 
 
-def _unknown_key(key: str, known: set[str]) -> str:
+def _unknown_key(key: str, known: dict[str, object]) -> str:
     """Name the nearest keys, and what the key's section holds."""
     nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
     leaf = difflib.get_close_matches(
@@ -83,13 +87,43 @@ def _flag(values: flags.FlagValues, argv: list[str]) -> ConfigDict:
     try:
         rest = values(argv)
     except flags.Error as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(_flag_error(error)) from error
+    except (AttributeError, KeyError) as error:  # a locked configuration's, for a preset's typo
+        raise ValueError(_preset_error(error)) from error
     if len(rest) > 1:
         raise ValueError(f"{rest[1]!r} is no flag; write --config.key=value")
     config = values["config"].value
     if config is None:
         raise ValueError("--config is missing; e.g. --config config/grpo.py:tiny_ocr")
+    try:
+        config.lock()
+    except OSError as error:  # of the file itself, kept until now by config flags
+        reason = " ".join(str(error).split()).rpartition("] ")[2]
+        raise ValueError(f"--config: {reason}; e.g. config/grpo.py:tiny_ocr") from error
     return config
+
+
+def _flag_error(error: Exception) -> str:
+    """Return what is wrong with a flag; for a config file, what it raised, without the trace."""
+    if "Error whilst parsing config file" not in str(error):
+        return " ".join(str(error).split())
+    while "Error whilst parsing config file" in str(error):
+        error = error.__context__
+    return _preset_error(error) if isinstance(error, TypeError) else str(error)
+
+
+def _preset_error(error: Exception) -> str:
+    """Return a preset's mistake with its place, without the list of all fields."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not {"ml_collections", "absl"} & set(Path(frame.filename).parts)
+        and frame.filename != __file__
+    ]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    text = " ".join(str(error.args[0] if error.args else error).replace("\\n", " ").split())
+    text = re.sub(r" Other fields present: .*?(?=Did you mean|$)", " ", text)
+    return place + text.strip()
 
 
 def _run(adapter, argv: Sequence[str]) -> int:
@@ -121,21 +155,25 @@ def _train(adapter, config: ConfigDict, accelerator, session) -> int:
 
     plan = session.check_config(config, accelerator.num_processes)
     folder = session.main_process(accelerator, lambda: RunFolder(config))
-    if session.on_all(accelerator, lambda: _is_finished(folder, config)):
-        if folder is not None:
-            logger.info("%s has finished its %d epochs", folder.path, config.num_epochs)
-            sys.stdout.write(_result(folder))
-        return 0
-    logger.info("%s", _plan(config, plan).rstrip())
     try:
-        _build_and_train(adapter, config, accelerator, plan, folder)
-    except USER_ERRORS:
+        if session.on_all(accelerator, lambda: _is_finished(folder, config)):
+            logger.info("%s has finished its %d epochs", config.run_name, config.num_epochs)
+        else:
+            logger.info("%s", _plan(config, plan).rstrip())
+            _build_and_train(adapter, config, accelerator, plan, folder)
         if folder is not None:
-            with contextlib.suppress(OSError):
-                (folder.path / "error.log").write_text(traceback.format_exc())
+            sys.stdout.write(_result(folder))
+    except USER_ERRORS as error:
+        if folder is None:
+            raise
+        with contextlib.suppress(OSError):
+            (folder.path / "error.log").write_text(traceback.format_exc())
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(f"{error}, while writing below {folder.path}") from error
         raise
-    if folder is not None:
-        sys.stdout.write(_result(folder))
+    finally:
+        if folder is not None:
+            folder.close()
     accelerator.end_training()
     return 0
 
@@ -175,6 +213,8 @@ def _is_finished(folder, config: ConfigDict) -> bool:
 
 def _plan(config: ConfigDict, plan) -> str:
     """Return the header that a run starts with."""
+    from flow_grpo.session import reward_weights
+
     return (
         f"***** {config.run_name}: {config.algorithm} *****\n"
         f"  images per epoch = {plan.groups_per_epoch} groups x {plan.group_size} = "
@@ -182,7 +222,7 @@ def _plan(config: ConfigDict, plan) -> str:
         f"in {plan.rollout_batches} batches of {plan.batch_size}\n"
         f"  optimizer steps per epoch = {plan.updates_per_epoch} x "
         f"{config.train.num_inner_epochs} passes; epochs = {config.num_epochs}\n"
-        f"  rewards = {', '.join(f'{name} ({w})' for name, w in config.reward_fn.items())}; "
+        f"  rewards = {', '.join(f'{name} ({w})' for name, w in reward_weights(config).items())}; "
         f"run folder = {os.path.join(config.logdir, config.run_name)}\n"
     )
 
@@ -215,14 +255,25 @@ def _printed(config: ConfigDict) -> str:
     return "".join(f"config.{key:<{width}} = {flat[key]!r}\n" for key in flat)
 
 
-def _keys(settings: dict, prefix: str = "") -> set[str]:
-    """Return the dotted names of all settings, sections included."""
-    names = set()
+def _keys(settings: dict, prefix: str = "") -> dict[str, object]:
+    """Return {dotted name: value} of all settings, sections included."""
+    found = {}
     for key, value in settings.items():
-        names.add(f"{prefix}{key}")
+        found[f"{prefix}{key}"] = value
         if isinstance(value, dict):
-            names |= _keys(value, f"{prefix}{key}.")
-    return names
+            found |= _keys(value, f"{prefix}{key}.")
+    return found
+
+
+def _tuple_literal(argument: str, default) -> str:
+    """Turn --config.trackers=a,b into the tuple literal that config flags take."""
+    flag, _, text = argument.partition("=")
+    if not isinstance(default, tuple) or text.startswith(("(", "[")):
+        return argument
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    numeric = default and not isinstance(default[0], str)
+    items = ", ".join(part if numeric else repr(part) for part in parts)
+    return f"{flag}=({items}{',' if len(parts) == 1 else ''})"
 
 
 def _reward_literal(argument: str) -> str:

@@ -33,6 +33,7 @@ def evaluate(run, progress) -> tuple[dict[str, float], dict]:
             real = [place for place in places if place < share.stop]
             padded = real + [0] * (batch_size - len(real))
             images = _images(run, padded, sigmas)[: len(real)]
+            kept.append(images[: max(0, settings.num_samples - start)])
             if real:
                 samples = Samples(
                     images=images,
@@ -42,7 +43,6 @@ def evaluate(run, progress) -> tuple[dict[str, float], dict]:
                     group_ids=None,
                 )
                 pending.append(run.rewards.submit(samples))
-                kept.append(images[: max(0, settings.num_samples - start)])
             progress(len(real))
     tables = [result.result() for result in pending]
     values, states = _gather(run, tables, longest, len(run.eval_prompts))
@@ -104,10 +104,12 @@ def _gather(run, tables, longest: int, num_prompts: int):
     world_size = run.accelerator.num_processes
     values, states = {}, {}
     for name in run.rewards.weights:
-        own = [torch.cat([getattr(t, field)[name].double() for t in tables] or [torch.zeros(0)])
-               for field in ("values", "states")]  # fmt: skip
-        columns = [torch.nn.functional.pad(c, (0, longest - len(c))) for c in own]
-        gathered = run.accelerator.gather(torch.stack(columns, 1).to(run.accelerator.device)).cpu()
+        own = torch.zeros(longest, 2, dtype=torch.float64)  # a rank may have no prompt at all
+        for column, field in enumerate(("values", "states")):
+            scores = [getattr(table, field)[name].double() for table in tables]
+            if scores:
+                own[: sum(map(len, scores)), column] = torch.cat(scores)
+        gathered = run.accelerator.gather(own.to(run.accelerator.device)).cpu()
         gathered = gathered.view(world_size, longest, 2)
         shares = [deal(num_prompts, world_size, rank) for rank in range(world_size)]
         whole = torch.cat([gathered[rank, : len(share)] for rank, share in enumerate(shares)])

@@ -6,14 +6,17 @@ from adapter_config.json).
 """
 
 import json
+import math
+import re
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 ADAPTER = "default"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
+WEIGHTS = ("lora_A.weight", "lora_B.weight")
 
 
 def add(transformer: nn.Module, *, targets: tuple[str, ...], rank: int, alpha: float) -> None:
@@ -63,14 +66,14 @@ def load(transformer: nn.Module, path: str) -> int:
         )
     for key in matched:
         tensor = loaded[key].float()
-        if key.endswith("lora_B.weight"):
-            tensor = tensor * (scale(key) / (config.lora_alpha / config.r))
         if tensor.shape != own[key].shape:
             rank = min(tensor.shape)
             raise ValueError(
                 f"{path}: {key} has shape {tuple(tensor.shape)}, expected {tuple(own[key].shape)}; "
                 f"set train.lora_rank to the file's rank ({rank})"
             )
+        if key.endswith("lora_B.weight"):
+            tensor = tensor * (scale(key) / (config.lora_alpha / config.r))
         own[key].data.copy_(tensor)
     return len(matched)
 
@@ -78,27 +81,60 @@ def load(transformer: nn.Module, path: str) -> int:
 def read(path: str):
     """Return ({module.lora_A.weight: tensor}, scale) of a diffusers or PEFT adapter.
 
-    `scale(key)` is alpha / rank of the module that `key` belongs to.
+    `scale(key)` is the strength, alpha / rank, of the module that `key` belongs to; 1 in a
+    diffusers file without metadata, as diffusers itself has it.
+
+    Raises:
+        ValueError: no adapter there, or a broken one.
     """
     file = _adapter_file(Path(path))
-    with safe_open(file, framework="pt") as handle:
-        raw = {key: handle.get_tensor(key) for key in handle.keys()}
-        header = handle.metadata() or {}
+    try:
+        with safe_open(file, framework="pt") as handle:
+            keys = handle.keys()
+            raw = {key: handle.get_tensor(key) for key in keys}
+            header = handle.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no valid safetensors file: {error}") from error
     tensors = {}
     for key, tensor in raw.items():
-        for prefix in ("transformer.", "base_model.model."):
+        for prefix in ("base_model.model.", "transformer."):
             key = key.removeprefix(prefix)
         tensors[key.replace(f".{ADAPTER}.weight", ".weight")] = tensor
-    alpha, rank = None, None
-    peft_config = file.parent / "adapter_config.json"
-    if file.name == PEFT_FILE and peft_config.is_file():
-        settings = json.loads(peft_config.read_text())
-        alpha, rank = settings["lora_alpha"], settings["r"]
-    elif "lora_adapter_metadata" in header:
-        settings = json.loads(header["lora_adapter_metadata"])
-        alpha, rank = settings.get("transformer.lora_alpha"), settings.get("transformer.r")
-    value = 1.0 if not alpha else alpha / rank
-    return tensors, lambda key: value
+    settings = _settings(file, header)
+    return tensors, lambda key: _scale(settings, _module(key), _rank(tensors, _module(key)))
+
+
+def attach(pipeline, path: str) -> int:
+    """Load any adapter that `read` takes into a stock pipeline; return how many modules it has.
+
+    Raises:
+        ValueError: no adapter there, or one of another model.
+    """
+    tensors, scale = read(path)
+    layers = dict(pipeline.transformer.named_modules())
+    modules = {_module(key) if key.endswith(WEIGHTS) else key for key in tensors}
+    foreign = sorted(module for module in modules if not hasattr(layers.get(module), "weight"))
+    if foreign or not modules:
+        raise ValueError(
+            f"{path}: {len(foreign)} of its {len(modules)} modules are not in this model "
+            f"(first: {next(iter(foreign), 'none')}); it was made for another one"
+        )
+    for key, tensor in tensors.items():
+        outer, inner = tensor.shape[0], tensor.shape[-1]
+        rows, columns = layers[_module(key)].weight.shape
+        if (inner != columns) if key.endswith("lora_A.weight") else (outer != rows):
+            raise ValueError(
+                f"{path}: {key} has shape {tuple(tensor.shape)}, but its module has "
+                f"{(rows, columns)}; it was made for another size of this model"
+            )
+    pipeline.load_lora_weights(
+        {
+            f"transformer.{key}": tensor * scale(key) if key.endswith("lora_B.weight") else tensor
+            for key, tensor in tensors.items()
+        }
+    )
+    assert pipeline.get_list_adapters(), "diffusers took none of the tensors"
+    return len(modules)
 
 
 def export_state(transformer: nn.Module) -> dict[str, Tensor]:
@@ -121,3 +157,35 @@ def _adapter_file(path: Path) -> Path:
     raise ValueError(
         f"{path} holds no adapter: expected {DIFFUSERS_FILE} (diffusers) or {PEFT_FILE} (PEFT)"
     )
+
+
+def _settings(file: Path, header: dict[str, str]) -> dict:
+    """Return the adapter's PEFT settings, from beside the file or from its header."""
+    if "lora_adapter_metadata" in header:
+        stored = json.loads(header["lora_adapter_metadata"])
+        return {key.removeprefix("transformer."): value for key, value in stored.items()}
+    if file.name != PEFT_FILE:
+        return {}
+    beside = file.parent / "adapter_config.json"
+    if not beside.is_file():
+        raise ValueError(f"{file.parent} holds no adapter_config.json: the strength is unknown")
+    try:
+        return json.loads(beside.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{beside} is no valid JSON: {error}") from error
+
+
+def _scale(settings: dict, module: str, rank: int) -> float:
+    alpha = settings.get("lora_alpha") or rank
+    for pattern, own in (settings.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            alpha = own
+    return alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
+
+
+def _module(key: str) -> str:
+    return key.partition(".lora_")[0]
+
+
+def _rank(tensors: dict[str, Tensor], module: str) -> int:
+    return len(tensors[f"{module}.lora_A.weight"])

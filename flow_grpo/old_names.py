@@ -29,6 +29,9 @@ def translate_old_names(config: ConfigDict, world_size: int) -> dict[str, str]:
         ValueError: the old numbers contradict each other or do not come out even.
     """
     given = {name: _get(config, name) for name in OLD_NAMES if _get(config, name) is not None}
+    for name in (*BATCH_SIZES, *COUNTS, "sample.num_image_per_prompt"):
+        if name in given and given[name] < 1:
+            raise ValueError(f"{name} ({given[name]}) must be at least 1")
     messages = {}
     for old, new in RENAMED.items():
         if old in given:
@@ -68,13 +71,14 @@ def _translate_counts(config, given, world_size, num_batches, messages) -> None:
     batches_name, accumulation_name = COUNTS
     if batches_name in given:
         samples = world_size * config.sample.batch_size * num_batches
-        groups, rest = divmod(samples, config.sample.group_size)
+        groups, rest = divmod(samples, max(1, config.sample.group_size))  # 0 is refused later
         if rest or not groups:
             nearest = max(1, round(samples / config.sample.group_size))
             raise ValueError(
                 f"{batches_name} ({num_batches}) * batch size ({config.sample.batch_size}) * "
                 f"world_size ({world_size}) = {samples} images are no whole number of groups of "
-                f"{config.sample.group_size}; set sample.groups_per_epoch instead, nearest {nearest}"
+                f"{config.sample.group_size}; set sample.groups_per_epoch instead, nearest valid: "
+                f"{nearest}"
             )
         config.sample.groups_per_epoch = groups
         messages[batches_name] = f"sample.groups_per_epoch = {groups}"

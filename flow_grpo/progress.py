@@ -17,12 +17,20 @@ def progress_bar(accelerator, label: str, total: int) -> tqdm:
 
 
 class StopRequest:
-    """Remember the first Ctrl-C or SIGTERM; the second one interrupts at once."""
+    """Remember, inside its block, the first Ctrl-C or SIGTERM; the second interrupts at once."""
 
     def __init__(self):
         self.requested = False
+        self._before = {}
+
+    def __enter__(self) -> "StopRequest":
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def agreed(self, accelerator) -> bool:
         """Return whether any process was asked to stop."""

@@ -11,18 +11,30 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from flow_grpo.metrics import METRICS_FILE, flatten, plain, read_metrics
+from flow_grpo.metrics import METRICS_FILE, flatten, metrics_size, plain, read_metrics
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.yaml", "summary.json", ".lock"
 # What may change between a run and its resumption: how long, how fast, how it is watched.
 NOT_IDENTITY = frozenset(
-    """
-    num_epochs logdir run_name trackers eval_freq save_freq num_checkpoint_limit resume_from
-    sample.batch_size sample.prompt_cache_size sample.offload_text_encoders reward.timeout_s
-    reward.num_workers eval.batch_size eval.num_samples
-    """.split()
+    {
+        "num_epochs",
+        "logdir",
+        "run_name",
+        "trackers",
+        "eval_freq",
+        "save_freq",
+        "num_checkpoint_limit",
+        "resume_from",
+        "sample.batch_size",
+        "sample.prompt_cache_size",
+        "sample.offload_text_encoders",
+        "reward.timeout_s",
+        "reward.num_workers",
+        "eval.batch_size",
+        "eval.num_samples",
+    }
 )
 VERSIONED = ("torch", "diffusers", "transformers", "accelerate", "peft", "flow_grpo")
 
@@ -40,20 +52,31 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / METRICS_FILE
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / LOCK_FILE, "w")
+        self._lock = open(self.path / LOCK_FILE, "w")  # noqa: SIM115  # held until the process ends
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self.close()
             raise ValueError(
                 f"another process is training in {self.path}; "
                 "wait for it, or give this run another name (--config.run_name=...)"
             ) from error
-        self._claim(config)
+        try:
+            self._claim(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
 
     def summary(self) -> dict | None:
-        """Return summary.json, or None while there is none."""
-        file = self.path / SUMMARY_FILE
-        return json.loads(file.read_text()) if file.is_file() else None
+        """Return summary.json, or None while there is none that can be read."""
+        try:
+            return json.loads((self.path / SUMMARY_FILE).read_text())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def write_summary(self, **facts) -> dict:
         """Write summary.json: what metrics.jsonl says of the run, and `facts`."""
@@ -86,7 +109,7 @@ class RunFolder:
 
         file = self.path / CONFIG_FILE
         settings = plain(config.to_dict())
-        if file.is_file():
+        if file.is_file() and (metrics_size(self.metrics) or self.checkpoints.is_dir()):
             _check_identity(self.path, yaml.safe_load(file.read_text()) or {}, settings)
         aside = file.with_suffix(".tmp")
         aside.write_text(yaml.safe_dump(settings, sort_keys=False))

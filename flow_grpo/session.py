@@ -22,6 +22,23 @@ logger = logging.getLogger(__name__)
 
 ALGORITHMS, REWARDS = "flow_grpo.algorithms", "flow_grpo.rewards"
 CONTROLS = ("none", "permute_rewards", "flip_advantages")
+AT_LEAST = {
+    "num_epochs": 1,
+    "eval_freq": 1,
+    "save_freq": 1,
+    "num_checkpoint_limit": 1,
+    "sample.prompt_cache_size": 1,
+    "train.num_inner_epochs": 1,
+    "train.learning_rate": 0.0,
+    "train.clip_range": 0.0,
+    "train.adv_clip_max": 0.0,
+    "train.max_grad_norm": 0.0,
+    "train.kl_coef": 0.0,
+    "eval.num_steps": 1,
+    "eval.batch_size": 1,
+    "eval.num_prompts": 0,
+    "eval.num_samples": 0,
+}
 
 
 @dataclass
@@ -91,13 +108,7 @@ def check_config(config, world_size: int) -> BatchPlan:
             f"sample.noise_level ({config.sample.noise_level}) must be above 0 in training: "
             "without noise there is no log-probability; published values are 0.7 to 0.9"
         )
-    window = sde_window(
-        config.sample.num_steps,
-        config.sample.sde_window_size,
-        tuple(config.sample.sde_window_range),
-        generator=generator(config.seed, WINDOW),
-    )
-    assert window
+    _check_window(config)
     learning_rate(
         0,
         peak=config.train.learning_rate,
@@ -105,18 +116,36 @@ def check_config(config, world_size: int) -> BatchPlan:
         total_updates=total_updates(config),
         schedule=config.train.lr_schedule,
     )
-    for name in ("num_epochs", "eval_freq", "save_freq"):
-        if config[name] < 1:
-            raise ValueError(f"{name} ({config[name]}) must be at least 1")
+    for dotted, least in AT_LEAST.items():
+        *section, name = dotted.split(".")
+        value = (config[section[0]] if section else config)[name]
+        if not least <= value < math.inf:
+            raise ValueError(f"{dotted} ({value}) must be finite and at least {least}")
     if config.control not in CONTROLS:
         raise ValueError(registry.unknown("control", config.control, CONTROLS))
-    registry.load(ALGORITHMS, config.algorithm)
+    registry.load(ALGORITHMS, config.algorithm)(config)
     if not any(config.reward_fn.values()):
         raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
     for name in reward_weights(config):
         registry.load(REWARDS, name)
     check_trackers(config.trackers)
     return plan
+
+
+def _check_window(config) -> None:
+    """Raise ValueError for a window that no epoch of this run could draw."""
+    window_range = tuple(config.sample.sde_window_range)
+    if len(window_range) != 2 or not all(isinstance(place, int) for place in window_range):
+        raise ValueError(
+            f"sample.sde_window_range {window_range} must be two step indices, such as "
+            f"(0, {config.sample.num_steps - 1})"
+        )
+    sde_window(
+        config.sample.num_steps,
+        config.sample.sde_window_size,
+        window_range,
+        generator=generator(config.seed, WINDOW),
+    )
 
 
 def reward_weights(config) -> dict[str, float]:

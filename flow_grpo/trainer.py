@@ -1,7 +1,6 @@
 """Collect, score, update: one loop for every model and algorithm."""
 
 import logging
-import math
 import resource
 import time
 
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 def train(run: Run) -> dict | None:
     """Train to `num_epochs`, resuming from the run's folder; return the summary (main process)."""
     metrics_bytes = resume.restore(run)
-    stop = StopRequest()
     if run.is_main:
         truncate_metrics(run.folder.metrics, metrics_bytes)
         run.trackers = open_trackers(
@@ -32,6 +30,12 @@ def train(run: Run) -> dict | None:
             run.config.to_dict(),
             update=run.state.update,
         )
+    with StopRequest() as stop:
+        _run_epochs(run, stop)
+        return _finish(run)
+
+
+def _run_epochs(run: Run, stop: StopRequest) -> None:
     if run.state.epoch == 0:
         _evaluate(run)
     while run.state.epoch < run.config.num_epochs:
@@ -64,11 +68,11 @@ def train(run: Run) -> dict | None:
             _evaluate(run)
         if run.state.epoch % run.config.save_freq == 0 or last or run.is_new_best:
             main_process(run.accelerator, lambda: resume.save(run))
-            run.best_total = max(run.best_total, run.eval_total or -math.inf)
+            if run.is_new_best:
+                run.best_total = run.eval_total
         if stopping:
             logger.info("stopped after epoch %d; the same command resumes", run.state.epoch)
             break
-    return _finish(run)
 
 
 def _evaluate(run: Run) -> None:

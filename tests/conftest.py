@@ -1,11 +1,20 @@
-"""Fixtures: tiny pipelines saved once a session, and configurations that use them."""
+"""Fixtures: tiny pipelines saved once a session, configurations that use them, runs."""
 
+import logging
 import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
+# Before torch is imported: sums are only bit-equal at one number of threads, and processes that
+# tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +56,83 @@ def tiny_config(tiny_sd3_dir, tmp_path):
     config.eval.num_prompts, config.eval.batch_size, config.eval.num_samples = 6, 4, 4
     config.trackers = ()
     return config.lock()
+
+
+@pytest.fixture
+def tiny_arguments(tiny_config) -> list[str]:
+    """Return the command line that makes `tiny_config` of the preset `tiny_ocr`."""
+    from config.grpo import get_config
+    from flow_grpo.metrics import flatten
+
+    before, after = flatten(get_config("tiny_ocr").to_dict()), flatten(tiny_config.to_dict())
+    changed = [key for key in after if key in before and after[key] != before[key]]
+    values = {key: str(after[key]).replace("[", "(").replace("]", ")") for key in changed}
+    overrides = [f"--config.{key}={value}" for key, value in values.items()]
+    rewards = ",".join(f"{name}:{weight}" for name, weight in tiny_config.reward_fn.items())
+    preset = f"{ROOT / 'config' / 'grpo.py'}:tiny_ocr"
+    return ["--config", preset, *overrides, f"--config.reward_fn={rewards}"]
+
+
+class Outcome(NamedTuple):
+    """What a command line did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """Return the error line; there must be exactly one, and no trace."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.err
+        assert "Traceback" not in self.err + self.out
+        assert self.code == 1
+        return lines[0]
+
+
+@pytest.fixture
+def train(capfd, monkeypatch):
+    """Return a function that runs `scripts/train_sd3.py` with some arguments in this process."""
+    from flow_grpo import cli
+    from flow_grpo.models.sd3 import SD3
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    root = logging.getLogger()
+    handlers, levels = root.handlers[:], (root.level, cli.logger.level)
+
+    def call(*arguments: str) -> Outcome:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["train_sd3.py", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            cli.run(SD3)
+        return Outcome(exited.value.code, *capfd.readouterr())
+
+    yield call
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    cli.logger.setLevel(levels[1])
+
+
+@pytest.fixture
+def make_run():
+    """Return a function that builds the `session.Run` of a configuration on the CPU."""
+    from accelerate import Accelerator
+
+    from flow_grpo import session
+    from flow_grpo.models.sd3 import SD3
+    from flow_grpo.run_folder import RunFolder
+
+    built = []
+
+    def build(config) -> session.Run:
+        accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=True)
+        plan = session.check_config(config, accelerator.num_processes)
+        built.append(session.build(SD3, config, accelerator, plan, RunFolder(config)))
+        return built[-1]
+
+    yield build
+    for run in built:
+        run.rewards.close()
+        run.folder.close()

@@ -147,8 +147,8 @@ class PromptCache:
         return cond.index(torch.tensor([place[prompt] for prompt in prompts], device=device))
 
     def fill(self, prompts: Sequence[str]) -> None:
-        """Encode all of `prompts` now; none of them is dropped later."""
-        self._max_size = max(self._max_size, len(set(prompts)))
+        """Encode all of `prompts` now and make room for them beside what is there."""
+        self._max_size = max(self._max_size, len({*self._conds, *prompts}))
         for prompt in dict.fromkeys(prompts):
             self._one(prompt)
 
@@ -161,7 +161,14 @@ class PromptCache:
                 self._module, [prompt], size=self._size, negative=self._negative
             )
         self.num_encoded += 1
-        self._conds[prompt] = cond.to("cpu")
+        cond = self._sharing_storage(cond.to("cpu"))
+        self._conds[prompt] = cond
         if len(self._conds) > self._max_size:
             self._conds.popitem(last=False)
-        return self._conds[prompt]
+        return cond
+
+    def _sharing_storage(self, cond: Cond) -> Cond:
+        """Let what equals the newest prompt's tensors (the negative's do) be those, no copies."""
+        newest = self._conds[next(reversed(self._conds))].tensors if self._conds else {}
+        shared = {name: old for name, old in newest.items() if torch.equal(old, cond[name])}
+        return Cond(cond.tensors | shared)

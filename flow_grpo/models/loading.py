@@ -57,12 +57,13 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
     if not file.is_file():
         raise ValueError(f"{path} holds no model_index.json: it is no diffusers pipeline folder")
     try:
-        index = json.loads(file.read_text())
+        index = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is no valid JSON: {error}") from error
-    if index.get("_class_name") != expected:
+    found = index.get("_class_name") if isinstance(index, dict) else None
+    if found != expected:
         raise ValueError(
-            f"{path} holds a {index.get('_class_name')}, not a {expected}; "
+            f"{path} holds a {found or 'file without _class_name'}, not a {expected}; "
             "use the train script of that family, or another pretrained.model"
         )
     return index

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from flow_grpo.guidance import classifier_free
 from flow_grpo.models.base import Cond, FlowModel
-from flow_grpo.models.loading import model_index, half_precision_dtype, resolve_model
+from flow_grpo.models.loading import half_precision_dtype, model_index, resolve_model
+
+CONDITIONS = ("prompt_embeds", "pooled_prompt_embeds")
+MAX_T5_TOKENS = 512  # the stock pipeline takes no more
 
 
 @final
@@ -35,7 +38,8 @@ class SD3(FlowModel):
         self.pipeline = pipeline
         self.device = torch.device(device)
         self.dtype = pipeline.transformer.dtype
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length = _checked_length(pipeline, max_sequence_length)
+        self._negative: tuple[str, tuple[Tensor, Tensor]] | None = None
         pipeline.set_progress_bar_config(disable=True)
         for part in (pipeline.vae, pipeline.transformer, *_text_encoders(pipeline)):
             part.requires_grad_(False)
@@ -49,16 +53,23 @@ class SD3(FlowModel):
 
         path = resolve_model(config.pretrained.model)
         index = model_index(path, config.pretrained.revision, expected=cls.pipeline_class)
-        without_t5 = not config.pretrained.use_t5 or index["text_encoder_3"][0] is None
-        absent = {"text_encoder_3": None, "tokenizer_3": None} if without_t5 else {}
-        pipeline = StableDiffusion3Pipeline.from_pretrained(
-            path, revision=config.pretrained.revision, **absent
-        )
+        has_t5 = index.get("text_encoder_3", [None])[0] is not None
+        with_t5 = has_t5 and config.pretrained.use_t5 and config.sample.max_sequence_length != 0
         half = half_precision_dtype(config.mixed_precision)
-        pipeline.vae.to(torch.float32)
-        pipeline.transformer.to(half if config.use_lora else torch.float32)
-        for encoder in _text_encoders(pipeline):
-            encoder.to(half)
+        dtypes = {
+            "default": half,
+            "transformer": half if config.use_lora else torch.float32,
+            "vae": torch.float32,
+        }
+        try:
+            pipeline = StableDiffusion3Pipeline.from_pretrained(
+                path,
+                revision=config.pretrained.revision,
+                dtype=dtypes,
+                **({} if with_t5 else {"text_encoder_3": None, "tokenizer_3": None}),
+            )
+        except OSError as error:
+            raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
         return cls(pipeline, device, max_sequence_length=config.sample.max_sequence_length)
 
     @property
@@ -86,14 +97,14 @@ class SD3(FlowModel):
         negative: str | None,
     ) -> Cond:
         assert images is None, "SD3 takes no reference images"
-        tensors: dict[str, list[Tensor]] = {}
-        for prompt in prompts:
-            branches = {"": prompt} if negative is None else {"": prompt, "negative_": negative}
-            for prefix, text in branches.items():
-                embeds, pooled = self._encode_one(text)
-                tensors.setdefault(f"{prefix}prompt_embeds", []).append(embeds)
-                tensors.setdefault(f"{prefix}pooled_prompt_embeds", []).append(pooled)
-        return Cond({name: torch.cat(parts) for name, parts in tensors.items()})
+        encoded = [self._encode_one(prompt) for prompt in prompts]
+        tensors = dict(zip(CONDITIONS, map(torch.cat, zip(*encoded))))
+        if negative is not None:
+            if self._negative is None or self._negative[0] != negative:
+                self._negative = negative, self._encode_one(negative)
+            for name, tensor in zip(CONDITIONS, self._negative[1]):
+                tensors[f"negative_{name}"] = torch.cat([tensor] * len(prompts))
+        return Cond(tensors)
 
     def latent_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
         factor = self.pipeline.vae_scale_factor
@@ -171,3 +182,14 @@ def _text_encoders(pipeline) -> list[nn.Module]:
     """Return the text encoders that the pipeline has; the third may be absent."""
     parts = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
     return [part for part in parts if part is not None]
+
+
+def _checked_length(pipeline, length: int) -> int:
+    """Return `length`, the T5 tokens, if the pipeline can pad a prompt to it."""
+    shortest = 0 if pipeline.text_encoder_3 is None else 1
+    if not shortest <= length <= MAX_T5_TOKENS:
+        hint = "; 0 works without T5 only (pretrained.use_t5=False)" if length == 0 else ""
+        raise ValueError(
+            f"sample.max_sequence_length ({length}) must be in [{shortest}, {MAX_T5_TOKENS}]{hint}"
+        )
+    return length

@@ -12,8 +12,8 @@ from flow_grpo.rewards.base import NotApplicable, Samples, Scores, score_each, t
 
 MIN_CONFIDENCE = 0.5  # a line read with less is ignored
 # The recogniser pads every line to this (channels, height, width); wider lines stay wide. Its own
-# default of 320 only adds padding to short words: 64 x 64 images take 13 ms instead of 29 at 96,
-# with the same accuracy.
+# width of 320 only adds padding to short words: at 96, images of 64 x 64 take 13 ms instead of 29
+# and are read as well (300 words: 0.990, not 0.977). At 48 single letters suffer (0.958).
 LINE_SHAPE = [3, 48, 96]
 SETTINGS = {
     "Global.log_level": "error",
@@ -65,8 +65,8 @@ class Ocr:
 
     def read(self, pixels: np.ndarray) -> str:
         """Return the text in an image (h, w, 3) uint8 RGB, line after line without separators."""
-        lines = self._engine(np.ascontiguousarray(pixels[:, :, ::-1])).txts  # it takes BGR
-        return "".join(lines or ())
+        result = self._engine(np.ascontiguousarray(pixels[:, :, ::-1]))  # it takes BGR
+        return "".join(getattr(result, "txts", None) or ())  # a result without text may lack it
 
 
 def quoted_segments(prompt: str) -> list[str]:

@@ -14,7 +14,7 @@ from tiny_sd3.words import TEMPLATE_WORDS
 from tokenizers import AddedToken
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-NUM_TEXT_TOKENS = 16  # start, end, two quotes, five letters, "on a red sign": 13 at most
+NUM_TEXT_TOKENS = 16  # start, end, two quotes, four letters, "on a red sign": 12 at most
 TEXT_WIDTH = 64  # of each of the two encoders; the joint and the pooled width are twice that
 LATENT_CHANNELS = 8
 VAE_FACTOR = 4

@@ -13,7 +13,7 @@ pipeline_tag: text-to-image
 # A small Stable Diffusion 3 that writes words
 
 A real `StableDiffusion3Pipeline` of {total:.1f} M parameters, trained from nothing by
-`scripts/pretrain_tiny_sd3.py`. It paints 64 x 64 signs with a word of two to five capital letters,
+`scripts/pretrain_tiny_sd3.py`. It paints 64 x 64 signs with a word of two to four capital letters,
 and is imperfect on purpose: it is the start of a reinforcement-learning run, not its result.
 
 ```python
@@ -66,7 +66,7 @@ words were in no training caption and no training image, one image each, measure
 
 ## Limits
 
-Only the template above, the {num_colors} colours, capital letters, two to five of them, 64 x 64
+Only the template above, the {num_colors} colours, capital letters, two to four of them, 64 x 64
 pixels. Other text is outside of what it was trained on. Words are random and may by chance mean
 something in some language.
 """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VOWELS = "AEIOU"
 CONSONANTS = "".join(letter for letter in LETTERS if letter not in VOWELS)
-LENGTHS, LENGTH_WEIGHTS = (2, 3, 4, 5), (1, 3, 4, 4)
+LENGTHS, LENGTH_WEIGHTS = (2, 3, 4), (1, 3, 6)
 SPEAKABLE = 0.6  # share of words whose consonants and vowels alternate; the rest are any letters
 COLORS = {
     "red": (200, 30, 35),
@@ -17,7 +17,7 @@ COLORS = {
     "purple": (115, 40, 145),
     "black": (20, 20, 22),
     "yellow": (245, 215, 60),
-    "orange": (250, 165, 60),
+    "pink": (245, 165, 190),
     "white": (245, 245, 242),
 }
 TEMPLATE = '"{word}" on a {color} sign'

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -182,10 +183,18 @@ def test_a_reason_is_logged_once(caplog):
     assert texts[0] == "reward misbehaving failed for 2 of 2 samples: RuntimeError: no such luck"
 
 
+def wait_until_busy(opened):
+    """Wait until the one worker has taken a call."""
+    (worker,) = opened._lanes["misbehaving"]._workers
+    while worker.job is None:
+        time.sleep(0.01)
+
+
 def test_close_does_not_wait_for_a_reward_that_hangs(monkeypatch):
     monkeypatch.setattr("flow_grpo.rewards.client.GRACE_S", 0.2)
     opened = client("Threaded", timeout_s=3600)
     hanging, queued = opened.submit(samples("hang")), opened.submit(samples("a"))
+    wait_until_busy(opened)
     opened.close()
     for pending in (hanging, queued):
         _, states, reasons = scored(pending)
@@ -199,6 +208,7 @@ def test_close_kills_a_process_in_a_call():
     opened = client("Spawned", timeout_s=3600)
     pid = opened._lanes["misbehaving"]._workers[0].runner.pid
     hanging = opened.submit(samples("hang"))
+    wait_until_busy(opened)
     opened.close()
     _, states, reasons = scored(hanging)
     assert states.tolist() == [State.FAILED]
@@ -207,13 +217,16 @@ def test_close_kills_a_process_in_a_call():
 
 
 EXIT = """
-import sys, torch
+import sys, time, torch
 sys.path.insert(0, {fakes!r})
 from flow_grpo.rewards import client
 from flow_grpo.rewards.base import Samples
 client.GRACE_S = 0.2
 opened = client.RewardClient({{{reward!r}: 1.0}}, timeout_s=3600, num_workers=1)
 opened.submit(Samples(torch.zeros(1, 3, 8, 8), ["hang"], [{{}}]))
+while opened._lanes["misbehaving"]._workers[0].job is None:
+    time.sleep(0.01)
+time.sleep(0.2)  # into the reward's own code
 if {killed}:
     import os, signal
     print(opened._lanes["misbehaving"]._workers[0].runner.pid, flush=True)
@@ -235,8 +248,11 @@ def test_a_reward_process_ends_with_a_parent_that_is_killed():
     code = EXIT.format(fakes=str(FAKES), reward="misbehaving:Spawned", killed=True)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60
-    )  # returns once the child has closed its copy of stdout, that is, has ended
+    )  # returns once the child has closed its copy of stdout, that is, is ending
     assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while running(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not running(int(done.stdout))
 
 

@@ -1,0 +1,154 @@
+"""scripts/sample.py makes the stock pipeline's images, with any adapter that users have."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import yaml
+from PIL import Image
+
+from flow_grpo import lora, seeds
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "sample.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("sample_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(script, tiny_sd3_dir, tmp_path, monkeypatch, capsys):
+    """Return a function that runs the script on the tiny model: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str, base: bool = True):
+        fixed = ["--pretrained", tiny_sd3_dir, "--resolution", "32", "--num_steps", "2"]
+        monkeypatch.setattr(sys, "argv", ["sample.py", *(fixed if base else []), *arguments])
+        monkeypatch.chdir(tmp_path)
+        code = script.main()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def _pixels(folder: Path) -> dict[str, np.ndarray]:
+    return {f.name: np.asarray(Image.open(f)).astype(int) for f in sorted(folder.glob("*.png"))}
+
+
+def _adapter(folder: Path, rank: int = 4) -> Path:
+    """Write a random diffusers adapter of the tiny model."""
+    pipeline = tiny_models.sd3()
+    lora.add(pipeline.transformer, targets=("attn.to_q", "attn.to_v"), rank=rank, alpha=rank)
+    with torch.no_grad():
+        for place, (name, p) in enumerate(pipeline.transformer.named_parameters()):
+            if "lora_" in name:
+                p.copy_(seeds.normal(p.shape, 0, seeds.ADAPTER_INIT, member=place))
+    pipeline.save_lora_weights(
+        str(folder), transformer_lora_layers=lora.export_state(pipeline.transformer)
+    )
+    return folder
+
+
+def test_a_command_line_makes_images_and_says_where(tiny_sd3_dir, tmp_path):
+    command = [sys.executable, str(SCRIPT), "--pretrained", tiny_sd3_dir, "--resolution", "32"]
+    command += ["--num_steps", "2", "--num_images", "2", "--prompt", '"AB"', "--prompt", "b"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    images = _pixels(tmp_path / "out")
+    assert list(images) == ["000_00.png", "000_01.png", "001_00.png", "001_01.png"]
+    assert {image.shape for image in images.values()} == {(32, 32, 3)}
+    assert f"4 images in {tmp_path / 'out'}" in done.stdout
+
+
+def test_an_image_depends_on_seed_prompt_and_place_only(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\n\n  b \n")
+    run("--prompt_file", "prompts.txt", "--num_images", "3", "--out", "all")
+    run("--prompt", "a", "--prompt", "b", "--num_images", "3", "--batch_size", "2", "--out", "two")
+    run("--prompt", "a", "--seed", "1", "--num_images", "3", "--out", "seed")
+    whole, parts, other = (_pixels(tmp_path / name) for name in ("all", "two", "seed"))
+    assert whole.keys() == parts.keys()
+    for name, image in whole.items():
+        # a forward of 2 sums in another order than one of 3: a pixel may round the other way
+        assert np.abs(image - parts[name]).max() <= 1
+    assert np.abs(whole["000_00.png"] - other["000_00.png"]).max() > 10
+    assert np.abs(whole["000_00.png"] - whole["000_01.png"]).max() > 10
+
+
+def test_an_adapter_changes_the_images_in_whatever_form_it_comes(run, script, tmp_path):
+    folder = _adapter(tmp_path / "checkpoint-3" / "lora")
+    for place, name in (
+        (folder, "folder"),
+        (folder / lora.DIFFUSERS_FILE, "file"),
+        (folder.parent, "checkpoint"),
+    ):
+        assert run("--prompt", "a", "--lora", str(place), "--out", name)[0] == 0
+    run("--prompt", "a", "--out", "base")
+    base, *loaded = (_pixels(tmp_path / n) for n in ("base", "folder", "file", "checkpoint"))
+    for images in loaded:
+        assert all(np.array_equal(images[name], loaded[0][name]) for name in images)
+        assert np.abs(images["000_00.png"] - base["000_00.png"]).max() > 10
+
+
+def test_the_transformer_of_full_training_is_read_too(run, tmp_path):
+    tiny_models.sd3(seed=1).transformer.save_pretrained(tmp_path / "checkpoint-3" / "transformer")
+    run("--prompt", "a", "--out", "base")
+    assert run("--prompt", "a", "--lora", "checkpoint-3", "--out", "full")[0] == 0
+    base, full = _pixels(tmp_path / "base"), _pixels(tmp_path / "full")
+    assert np.abs(full["000_00.png"] - base["000_00.png"]).max() > 10
+
+
+def test_what_is_not_given_comes_from_the_run_of_the_adapter(run, tiny_config, tmp_path):
+    folder = tmp_path / "runs" / "one"
+    _adapter(folder / "checkpoints" / "checkpoint-3" / "lora")
+    settings = tiny_config.to_dict()
+    settings["resolution"] = 48
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    where = str(folder / "checkpoints" / "checkpoint-3")
+    assert run("--prompt", "a", "--lora", where, "--out", "own", base=False)[0] == 0
+    assert _pixels(tmp_path / "own")["000_00.png"].shape == (48, 48, 3)
+    run("--prompt", "a", "--lora", where, "--resolution", "40", "--out", "given", base=False)
+    assert _pixels(tmp_path / "given")["000_00.png"].shape == (40, 40, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no prompt: give --prompt"),
+        (("--prompt_file", "missing.txt"), "missing.txt"),
+        (("--prompt", "a", "--pretrained", "./none"), "no folder here"),
+        (("--prompt", "a", "--lora", "none"), "none holds no adapter"),
+        (("--prompt", "a", "--resolution", "30"), "nearest valid: 32"),
+        (("--prompt", "a", "--num_images", "0"), "--num_images (0) must be at least 1"),
+        (("--prompt", "a", "--num_steps", "0"), "--num_steps (0) must be at least 1"),
+        (("--prompt", "a", "--max_sequence_length", "513"), "must be in [0, 512]"),
+        (("--prompt", "a", "--mixed_precision", "fp8"), "must be one of no, fp16, bf16"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert err.strip().count("\n") == 0 or "Loading" in err
+    assert out == ""
+
+
+def test_an_adapter_that_matches_nothing_is_an_error(run, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(
+        {f"transformer.blocks.0.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"},
+        tmp_path / lora.DIFFUSERS_FILE,
+    )
+    code, _, err = run("--prompt", "a", "--lora", str(tmp_path))
+    assert code == 2
+    assert "1 of its 1 modules are not in this model" in err

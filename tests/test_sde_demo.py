@@ -1,0 +1,55 @@
+"""scripts/demo/sde_demo.py shows every SDE and finds the unpatched pipeline at noise 0."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "sde_demo.py"
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_grid_shows_every_sde_and_noise_0_is_the_unpatched_pipeline(tiny_sd3_dir, tmp_path):
+    out = tmp_path / "new" / "grid.png"
+    done = _run(
+        *("--pretrained", tiny_sd3_dir, "--resolution", "32", "--num_steps", "3"),
+        *("--guidance_scale", "3", "--noise_levels", "0,0.7", "--out", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"noise 0, (\w+): .*? ([\d.e+-]+) \(latents\), ([\d.e+-]+)", done.stdout)
+    assert [name for name, *_ in found] == ["flow_sde", "cps", "dance_sde"]
+    assert all(float(latents) < 1e-5 and float(pixels) < 1e-5 for _, latents, pixels in found)
+    # 84 and 20 pixels of labels, then cells of 128: two columns, three rows
+    pixels = np.asarray(Image.open(out)).astype(int)
+    assert pixels.shape == (20 + 3 * 128, 84 + 2 * 128, 3)
+    cells = [
+        [pixels[20 + 128 * r : 148 + 128 * r, 84 + 128 * c : 212 + 128 * c] for c in range(2)]
+        for r in range(3)
+    ]
+    assert np.array_equal(cells[0][0], cells[1][0])
+    assert np.array_equal(cells[0][0], cells[2][0])
+    for row in cells:
+        assert np.abs(row[1] - row[0]).max() > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "sd4"), "unknown model 'sd4'; there are: sd3; did you mean 'sd3'?"),
+        (("--noise_levels", "0,-1"), "--noise_levels (0,-1) must be numbers from 0 on"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith(message)
+    assert done.stdout == ""
