@@ -92,22 +92,37 @@ class Policy:
         if name not in WEIGHTS:
             raise ValueError(f"weights ({name!r}) must be one of {', '.join(WEIGHTS)}")
         if name == "reference" and self.use_lora:
-            self.model.transformer.disable_adapters()
-            try:
+            with self._adapter_off():
                 yield
-            finally:
-                self.model.transformer.enable_adapters()
             return
-        tensors = {"ema": self.ema and self.ema.tensors, "reference": self._start}.get(name)
-        if tensors is None:  # current, or an average that is switched off
+        if name == "current":
             yield
             return
+        tensors = self.ema and self.ema.tensors if name == "ema" else self._start
+        if tensors is None:
+            raise ValueError(
+                f"there are no {name!r} weights: set "
+                + ("train.ema" if name == "ema" else "train.kl_coef above 0 in full training")
+            )
         current = [p.detach().clone() for p in self.parameters]
         self.assign(tensors)
         try:
             yield
         finally:
             self.assign(current)
+
+    @contextmanager
+    def _adapter_off(self):
+        """Switch the adapter off; peft would unfreeze all of it when it comes back on."""
+        transformer = self.model.transformer
+        flags = [(p, p.requires_grad) for p in transformer.parameters()]
+        transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            transformer.enable_adapters()
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
 
     @torch.no_grad()
     def assign(self, tensors: list[Tensor]) -> None:

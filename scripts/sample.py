@@ -1,7 +1,7 @@
 """Make images with a base model or an adapter, by the stock pipeline.
 
 python scripts/sample.py --lora runs/quickstart/checkpoints/checkpoint-40 \\
-    --prompt '"HELLO" on a blue sign'
+    --prompt '"FLOW" on a blue sign'
 
 Settings that are not given come from the config.yaml of the run that the adapter lies in, and
 without one from the shipped small model.

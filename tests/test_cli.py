@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from flow_grpo import checkpoint, cli
+from flow_grpo import checkpoint, cli, resume, session
 from flow_grpo.metrics import flatten
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,6 +147,19 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tiny_arguments, train, 
     assert "resumed from" in longer.err
     assert metrics.read_text().startswith(before)
     assert '{"epoch": 3, "update": 6, "eval/' in metrics.read_text()
+
+
+def test_a_resumed_run_remembers_where_it_was_and_its_best(
+    tiny_arguments, tiny_config, train, make_run, tmp_path
+):
+    assert train(*tiny_arguments).code == 0
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    totals = [line["eval/total"] for line in lines if "eval/total" in line][1:]
+    run = make_run(tiny_config)
+    assert resume.restore(run) == metrics.stat().st_size
+    assert run.state == session.TrainState(epoch=2, update=4)
+    assert run.best_total == max(totals)
 
 
 def test_controls_permute_and_flip_what_is_learned_from(tiny_arguments, train, tmp_path):

@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flow_grpo import checkpoint
+
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [sys.executable, "scripts/train_sd3.py"]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -59,6 +61,10 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     found, wanted = contents(folder), contents(expected)
     assert sorted(found) == sorted(wanted)
     assert [name for name in wanted if found[name] != wanted[name]] == []
+    for name in ("checkpoint-3", "checkpoint-6"):
+        one, other = (checkpoint.manifest(run / "checkpoints" / name) for run in (folder, expected))
+        for key in ("epoch", "update", "eval_total", "best_total"):
+            assert one[key] == other[key]
     kinds = {Path(name).name for name in wanted}
     assert kinds >= {"parameters.safetensors", "ema.safetensors", "optimizer.safetensors"}
     assert kinds >= {"pytorch_lora_weights.safetensors", "scores.json", "000.png"}
@@ -205,6 +211,30 @@ def test_two_processes_count_every_held_out_prompt_once(worlds, case):
 def test_skipped_rows_really_lie_unevenly(worlds):
     (one,), _ = loaded(worlds, 1, "skipped_rows", 0)
     assert [int((half != 0).sum()) for half in one["advantages"].chunk(2)] == [4, 0]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_goes_on_with_one(tiny_arguments, train, tmp_path):
+    arguments = [*tiny_arguments, REWARD, "--config.run_name=moved"]
+    output = finish(start([*TWO_RANKS, "scripts/train_sd3.py", *arguments]))
+    assert output.count("2 epochs, 32 images") == 1  # one rank speaks
+    assert "per rank (2) 8 in 1 batches of 8" in output
+    moved, whole = (train(*a, "--config.num_epochs=4") for a in
+                    (arguments, [*arguments, "--config.run_name=whole"]))  # fmt: skip
+    assert "epoch 2, update 4" in moved.err
+    assert moved.code == whole.code == 0
+    pairs = zip(*(metrics(tmp_path / "runs" / name) for name in ("moved", "whole")), strict=True)
+    for one, other in pairs:  # float32 sums in another order
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
+        assert one.get("train/ratio_dev_first", 0.0) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["Raises", "NanForAll"])
+def test_an_error_ends_both_processes(tiny_arguments, reward):
+    command = [*TWO_RANKS, "scripts/train_sd3.py", *tiny_arguments]
+    output = finish(start([*command, f"--config.reward_fn=odd_rewards:{reward}:1.0"]), code=1)
+    assert "error: no sample of epoch 0 has a reward" in output
 
 
 SDES = ("flow_sde", "cps", "dance_sde")

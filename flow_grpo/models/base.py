@@ -26,8 +26,9 @@ class Cond:
         return Cond({name: tensor[rows] for name, tensor in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Cond":
-        """Return a copy on `device`."""
-        return Cond({name: t.to(device, non_blocking=True) for name, t in self.tensors.items()})
+        """Return a copy on `device`, complete on return where that is the CPU."""
+        overlap = torch.device(device).type != "cpu"  # else the host would read a copy in flight
+        return Cond({name: t.to(device, non_blocking=overlap) for name, t in self.tensors.items()})
 
     @staticmethod
     def cat(conds: Sequence["Cond"]) -> "Cond":

@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="sd3", help="a file of flow_grpo/models")
     parser.add_argument("--pretrained", default="flow_grpo/assets/tiny_sd3", help="or a hub id")
-    parser.add_argument("--prompt", default='"HELLO" on a blue sign')
+    parser.add_argument("--prompt", default='"FLOW" on a blue sign')
     parser.add_argument("--noise_levels", default="0,0.3,0.7,1.0")
     parser.add_argument("--num_steps", type=int, default=8)
     parser.add_argument("--guidance_scale", type=float, default=1.0, help="1: no guidance")

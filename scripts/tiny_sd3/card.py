@@ -20,7 +20,7 @@ and is imperfect on purpose: it is the start of a reinforcement-learning run, no
 from diffusers import StableDiffusion3Pipeline
 
 pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
-image = pipe('"HELLO" on a blue sign', num_inference_steps=8, guidance_scale=1.0,
+image = pipe('"FLOW" on a blue sign', num_inference_steps=8, guidance_scale=1.0,
              max_sequence_length=0).images[0]
 ```
 
@@ -42,7 +42,7 @@ template are one token each. Scheduler: flow-matching Euler, shift {shift:g}.
 
 On {num_images:,} images that the script draws itself: random letters and made-up syllables in one
 typeface at fixed spacing, on {num_colors} background colours:
-{colors}. Captions are such as `"HELLO" on a blue sign`. {wrong}
+{colors}. Captions are such as `"FLOW" on a blue sign`. {wrong}
 A tenth of the captions was dropped. No other data was used.
 
 1. VAE: {vae_text}
