@@ -136,6 +136,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
         sys.stdout.write(_printed(config))
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     from accelerate import Accelerator
 
     from flow_grpo import session
