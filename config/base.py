@@ -94,7 +94,7 @@ def _train() -> ConfigDict:
     train.adv_clip_max = 5.0  # advantages are clipped to +- this
     train.kl_coef = 0.0  # weight of the KL to the reference
     train.kl_scale = "true"  # true | reference (times dt, as published coefficients assume)
-    train.ratio_tolerance = 1e-2  # |ratio - 1| of an epoch's first update beyond this is an error
+    train.ratio_tolerance = 1e-4  # |ratio - 1| of an epoch's first update beyond this is an error
     train.gradient_checkpointing = False  # slower, less memory
     train.ema = True  # evaluate and export a moving average of the weights
     train.ema_decay = 0.987  # per optimizer step (0.9 every 8th, as published)

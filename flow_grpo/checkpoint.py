@@ -50,9 +50,13 @@ def publish(folder: Path, epoch: int, write: Callable[[Path], None], record: dic
         (aside / MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
         for path in (*files, aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside):
             _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = folder / f".replaced-{epoch}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            os.rename(final, replaced)
         os.rename(aside, final)
         _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:  # the library's own word for a full disk
         kept = "earlier checkpoints are as they were"
         raise OSError(f"cannot save {final} ({error}); {kept}") from error
@@ -118,6 +122,19 @@ def prune(folder: Path, limit: int) -> list[Path]:
     return doomed
 
 
+def set_aside(folder: Path, epoch: int) -> None:
+    """Rename checkpoints later than `epoch`, where a run resumes: they are unsound or abandoned.
+
+    Left in place, they would count as the newest, so that `prune` deletes what is saved next.
+    """
+    for path in listed(folder):
+        if int(NAME.fullmatch(path.name)[1]) > epoch:
+            aside = folder / f"left-{path.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            logger.warning("%s is later than what is resumed; kept as %s", path, aside.name)
+
+
 def save_state(
     folder: Path,
     *,
@@ -168,7 +185,11 @@ def load_state(
 
 
 def _fill(file: Path, names: list[str], tensors: list[Tensor]) -> None:
-    loaded = load_file(file) if file.is_file() else {}
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is missing: on several nodes the run folder must be on a disk that all share"
+        )
+    loaded = load_file(file)
     if set(loaded) != set(names):
         odd = sorted(set(loaded) ^ set(names))
         raise ValueError(f"{file} holds other parameters than this run trains, such as {odd[0]}")

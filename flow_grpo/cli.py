@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from absl import flags
@@ -137,7 +138,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
     from flow_grpo import session
 
@@ -148,7 +149,13 @@ def _run(adapter, argv: Sequence[str]) -> int:
             session.usable_prompts(config, split)
         sys.stdout.write(_plan(config, plan))
         return 0
-    return _train(adapter, config, Accelerator(mixed_precision=config.mixed_precision), session)
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        # One rank downloads, saves or waits for a slow reward while the others wait for it.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
+    accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
+    return _train(adapter, config, accelerator, session)
 
 
 def _train(adapter, config: ConfigDict, accelerator, session) -> int:

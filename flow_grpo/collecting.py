@@ -140,6 +140,8 @@ def score(run: Run, collected: Collected) -> tuple[Scores, dict[str, float]]:
     if run.config.control == "permute_rewards":
         order = seeds.permutation(len(total), run.config.seed, seeds.PERMUTE, run.state.epoch)
         total, valid = total[order], valid[order]
+        values = {name: column[order] for name, column in values.items()}
+        states = {name: column[order] for name, column in states.items()}
     group_ids = torch.arange(len(total)) // run.plan.group_size
     metrics = evaluation.summarise(values, states, run.weights, prefix="reward/")
     metrics = {name: value for name, value in metrics.items() if not name.endswith("_stderr")}

@@ -80,7 +80,7 @@ def summarise(
             metrics[f"{prefix}{name}_stderr"] = (column.std() / len(column) ** 0.5).item()
     failed = sum(int((state == State.FAILED).sum()) for state in states.values())
     if failed:
-        metrics[f"{prefix}failed"] = failed
+        metrics[f"failed/{prefix.rstrip('/')}"] = failed
     return metrics
 
 

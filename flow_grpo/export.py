@@ -18,8 +18,8 @@ pipe = {pipeline}.from_pretrained("{base}"{absent})
 {load}
 ```
 
-Steps {num_steps}, guidance {guidance_scale}, {resolution} px in evaluation. alpha is folded into
-the weights: do not scale them again. Source commit: {commit}.
+Steps {num_steps}, guidance {guidance_scale}, {resolution} px in evaluation.{alpha}
+Source commit: {commit}.
 """
 
 
@@ -63,6 +63,9 @@ def _card(run) -> str:
         load='pipe.load_lora_weights("THIS FOLDER")'
         if config.use_lora
         else 'pipe.transformer = type(pipe.transformer).from_pretrained("THIS FOLDER")',
+        alpha=" alpha is folded into the weights: do not scale them again."
+        if config.use_lora
+        else "",
         num_steps=config.eval.num_steps,
         guidance_scale=config.eval.guidance_scale,
         resolution=config.resolution,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flow_grpo import checkpoint
 from flow_grpo.export import write_weights
-from flow_grpo.session import Run, TrainState, on_all
+from flow_grpo.session import Run, TrainState, main_process, on_all
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def save(run: Run) -> None:
         "update": state.update,
         "metrics_bytes": run.folder.metrics.stat().st_size,
         "eval_total": run.eval_total,
+        "resume_from": run.config.resume_from,
         "best_total": max(run.best_total, -math.inf if run.eval_total is None else run.eval_total),
     }
     record["best_total"] = record["best_total"] if math.isfinite(record["best_total"]) else None
@@ -63,16 +64,24 @@ def restore(run: Run) -> int:
         run.accelerator.scaler.load_state_dict(scaler)
     run.state = TrainState(record["epoch"], record["update"])
     run.best_total = -math.inf if record["best_total"] is None else record["best_total"]
+    main_process(
+        run.accelerator, lambda: checkpoint.set_aside(run.folder.checkpoints, run.state.epoch)
+    )
     if run.is_main:
         logger.info("resumed from %s: epoch %d, update %d", path, run.state.epoch, run.state.update)
     return record["metrics_bytes"]
 
 
 def _chosen(run: Run):
-    asked = run.config.resume_from
-    if not asked:
-        return checkpoint.newest(run.folder.checkpoints)
+    asked, own = run.config.resume_from, run.folder.checkpoints
+    found = checkpoint.newest(own)
+    # What a run with this very resume_from has saved since is where the same command goes on.
+    if not asked or (found and found[1].get("resume_from") == asked):
+        return found
     problem = checkpoint.fault(Path(asked))
     if problem is not None:
         raise ValueError(f"resume_from ({asked}) is no usable checkpoint: {problem}")
-    return Path(asked), checkpoint.manifest(Path(asked))
+    record = checkpoint.manifest(Path(asked))
+    if Path(asked).resolve().parent != own.resolve():
+        record["metrics_bytes"] = 0  # of another run's file
+    return Path(asked), record

@@ -78,6 +78,10 @@ class RunFolder:
         except (FileNotFoundError, ValueError):
             return None
 
+    def forget_summary(self) -> None:
+        """Delete summary.json, which a run that goes on has outlived."""
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+
     def write_summary(self, **facts) -> dict:
         """Write summary.json: what metrics.jsonl says of the run, and `facts`."""
         lines, _ = read_metrics(self.metrics)
@@ -87,8 +91,8 @@ class RunFolder:
         deviations = [x.get("train/ratio_dev_first") or 0.0 for x in updates]
         images = sum(line.get("images", 0) for line in updates)
         summary = {
-            "eval_before": _evaluation(evaluations[:1]),
-            "eval_after": _evaluation(evaluations[-1:]),
+            "eval_before": _evaluation([x for x in evaluations if x["epoch"] == 0][:1]),
+            "eval_after": _evaluation([x for x in evaluations if x["epoch"] > 0][-1:]),
             "epochs": len(updates),
             "images": images,
             "seconds": round(seconds, 1),

@@ -30,15 +30,22 @@ AT_LEAST = {
     "sample.prompt_cache_size": 1,
     "train.num_inner_epochs": 1,
     "train.learning_rate": 0.0,
-    "train.clip_range": 0.0,
-    "train.adv_clip_max": 0.0,
-    "train.max_grad_norm": 0.0,
     "train.kl_coef": 0.0,
     "eval.num_steps": 1,
     "eval.batch_size": 1,
     "eval.num_prompts": 0,
     "eval.num_samples": 0,
 }
+# 0 would silently stop learning; a large number switches a clip off.
+ABOVE_ZERO = (
+    "train.clip_range",
+    "train.adv_clip_max",
+    "train.max_grad_norm",
+    "train.lora_alpha",
+    "train.ratio_tolerance",
+    "sample.guidance_scale",
+    "eval.guidance_scale",
+)
 
 
 @dataclass
@@ -116,20 +123,48 @@ def check_config(config, world_size: int) -> BatchPlan:
         total_updates=total_updates(config),
         schedule=config.train.lr_schedule,
     )
-    for dotted, least in AT_LEAST.items():
-        *section, name = dotted.split(".")
-        value = (config[section[0]] if section else config)[name]
-        if not least <= value < math.inf:
-            raise ValueError(f"{dotted} ({value}) must be finite and at least {least}")
+    _check_numbers(config)
     if config.control not in CONTROLS:
         raise ValueError(registry.unknown("control", config.control, CONTROLS))
     registry.load(ALGORITHMS, config.algorithm)(config)
     if not any(config.reward_fn.values()):
         raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
     for name in reward_weights(config):
-        registry.load(REWARDS, name)
+        _check_scope(name, registry.load(REWARDS, name), plan)
+    if plan.batch_size < min(config.sample.batch_size, plan.samples_per_rank) / 2:
+        logger.warning(
+            "batches of %d, not %d: the largest divisor of the %d samples of a rank",
+            plan.batch_size, config.sample.batch_size, plan.samples_per_rank,
+        )  # fmt: skip
     check_trackers(config.trackers)
     return plan
+
+
+def _check_numbers(config) -> None:
+    """Raise ValueError for a number that is outside its range."""
+
+    def value(dotted: str):
+        *section, name = dotted.split(".")
+        return (config[section[0]] if section else config)[name]
+
+    for dotted, least in AT_LEAST.items():
+        if not least <= value(dotted) < math.inf:
+            raise ValueError(f"{dotted} ({value(dotted)}) must be finite and at least {least}")
+    for dotted in ABOVE_ZERO:
+        if not 0 < value(dotted) < math.inf:
+            raise ValueError(f"{dotted} ({value(dotted)}) must be finite and above 0")
+    if config.train.lora_path and not config.use_lora:
+        raise ValueError("train.lora_path is given but use_lora is False; set one or the other")
+
+
+def _check_scope(name: str, reward: type, plan: BatchPlan) -> None:
+    """Raise ValueError if a reward that compares whole groups would be given parts of them."""
+    if getattr(reward, "scope", "sample") == "group" and plan.batch_size % plan.group_size:
+        raise ValueError(
+            f"reward {name} scores whole groups, but a batch of {plan.batch_size} is no whole "
+            f"number of groups of {plan.group_size}; set sample.batch_size to a multiple that "
+            f"divides the {plan.samples_per_rank} samples of a rank"
+        )
 
 
 def _check_window(config) -> None:
@@ -227,14 +262,17 @@ def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder
 
 
 def main_process(accelerator, call):
-    """Run `call` on the main process; a ValueError there is one on every process."""
-    result, problem = None, [None]
+    """Run `call` on the main process; what it raises there is a ValueError on every other one."""
+    result, error = None, None
     if accelerator.is_main_process:
         try:
             result = call()
-        except (ValueError, OSError) as error:
-            problem = [str(error)]
+        except (ValueError, OSError) as caught:
+            error = caught
+    problem = [None if error is None else str(error)]
     broadcast_object_list(problem)
+    if error is not None:
+        raise error
     if problem[0] is not None:
         raise ValueError(problem[0])
     return result

@@ -3,6 +3,7 @@
 import logging
 import resource
 import time
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from flow_grpo.metrics import truncate_metrics
 from flow_grpo.progress import StopRequest, progress_bar
 from flow_grpo.report import write_report
 from flow_grpo.session import Run, main_process
-from flow_grpo.trackers import close_trackers, log, open_trackers
+from flow_grpo.trackers import close_trackers, log, log_images, open_trackers
 from flow_grpo.updating import update
 
 logger = logging.getLogger(__name__)
@@ -21,18 +22,23 @@ logger = logging.getLogger(__name__)
 def train(run: Run) -> dict | None:
     """Train to `num_epochs`, resuming from the run's folder; return the summary (main process)."""
     metrics_bytes = resume.restore(run)
-    if run.is_main:
-        truncate_metrics(run.folder.metrics, metrics_bytes)
-        run.trackers = open_trackers(
-            run.config.trackers,
-            run.folder.path,
-            run.config.run_name,
-            run.config.to_dict(),
-            update=run.state.update,
-        )
+    main_process(run.accelerator, lambda: _open(run, metrics_bytes))
     with StopRequest() as stop:
         _run_epochs(run, stop)
         return _finish(run)
+
+
+def _open(run: Run, metrics_bytes: int) -> None:
+    """Make the run folder's files those of the state that was restored; open the trackers."""
+    run.folder.forget_summary()  # reports of the running run would show an earlier end
+    truncate_metrics(run.folder.metrics, metrics_bytes)
+    run.trackers = open_trackers(
+        run.config.trackers,
+        run.folder.path,
+        run.config.run_name,
+        run.config.to_dict(),
+        update=run.state.update,
+    )
 
 
 def _run_epochs(run: Run, stop: StopRequest) -> None:
@@ -60,13 +66,13 @@ def _run_epochs(run: Run, stop: StopRequest) -> None:
             "time/update_s": seconds - rollout_s - reward_s,
             "perf/images_per_s": run.plan.samples_per_epoch / seconds,
         }
-        log(run.trackers, metrics, run.state.update)
+        main_process(run.accelerator, partial(log, run.trackers, metrics, run.state.update))
         stopping = stop.agreed(run.accelerator)
-        last = stopping or run.state.epoch >= run.config.num_epochs
+        finished = run.state.epoch >= run.config.num_epochs
         run.eval_total = None
-        if run.state.epoch % run.config.eval_freq == 0 or (last and not stopping):
+        if run.state.epoch % run.config.eval_freq == 0 or finished:
             _evaluate(run)
-        if run.state.epoch % run.config.save_freq == 0 or last or run.is_new_best:
+        if run.state.epoch % run.config.save_freq == 0 or finished or stopping or run.is_new_best:
             main_process(run.accelerator, lambda: resume.save(run))
             if run.is_new_best:
                 run.best_total = run.eval_total
@@ -78,21 +84,25 @@ def _run_epochs(run: Run, stop: StopRequest) -> None:
 def _evaluate(run: Run) -> None:
     """Evaluate, log, keep samples, and refresh the report."""
     started = time.perf_counter()
-    with progress_bar(run.accelerator, "evaluate", len(run.eval_prompts)) as bar:
+    with progress_bar(
+        run.accelerator, "evaluate", -(-len(run.eval_prompts) // run.plan.world_size)
+    ) as bar:
         metrics, kept = evaluation.evaluate(run, bar.update)
     metrics["time/eval_s"] = time.perf_counter() - started
     run.eval_total = metrics.get("eval/total")
-    if run.is_main:
-        line = {"epoch": run.state.epoch, "update": run.state.update, **metrics}
-        log(run.trackers, line, run.state.update)
-        samples.save_samples(run.folder.path, run.state.epoch, **kept)
-        write_report(run.folder.path)
-        scores = {k: v for k, v in metrics.items() if k.startswith("eval/")}
-        logger.info(
-            "epoch %d held-out: %s",
-            run.state.epoch,
-            ", ".join(f"{k} {v:.4f}" for k, v in scores.items()),
-        )
+    main_process(run.accelerator, lambda: _show(run, metrics, kept))
+
+
+def _show(run: Run, metrics: dict[str, float], kept: dict) -> None:
+    line = {"epoch": run.state.epoch, "update": run.state.update, **metrics}
+    log(run.trackers, line, run.state.update)
+    samples.save_samples(run.folder.path, run.state.epoch, **kept)
+    if len(kept["images"]):
+        captions = {"eval/images": kept["prompts"]}
+        log_images(run.trackers, {"eval/images": kept["images"]}, run.state.update, captions)
+    write_report(run.folder.path)
+    scores = [f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith("eval/")]
+    logger.info("epoch %d held-out: %s", run.state.epoch, ", ".join(scores))
 
 
 def _finish(run: Run) -> dict | None:

@@ -33,27 +33,37 @@ def update(run: Run, collected: Collected, scores: Scores) -> dict[str, float]:
     with progress_bar(run.accelerator, "update", len(parts) * passes) as bar:
         for part in parts * passes:
             shares = dealing.shares(part, run.plan.world_size, run.plan.batch_size)
-            history.append(_update_once(run, collected, advantages, shares, len(part.sample)))
+            history.append(
+                _update_once(
+                    run, collected, advantages, shares, len(part.sample), is_first=not history
+                )
+            )
             bar.update()
     if not history:
         logger.warning("epoch %d: every group has equal rewards, no update", run.state.epoch)
         return {}
     names = dict.fromkeys(name for entry in history for name in entry)
     metrics = {name: sum(entry[name] for entry in history) / len(history) for name in names}
-    deviation = history[0]["train/ratio_dev"]
     del metrics["train/ratio_dev"]
-    metrics["train/ratio_dev_first"] = deviation
-    if deviation > run.config.train.ratio_tolerance:
-        raise ValueError(
-            f"|ratio - 1| is {deviation:.3g} in the first update of epoch {run.state.epoch}, where "
-            f"it must be 0 up to rounding (train.ratio_tolerance = "
-            f"{run.config.train.ratio_tolerance}): sampling and training compute the step "
-            "differently. Look at the batch size, autocast, attention backend, compilation"
-        )
+    metrics["train/ratio_dev_first"] = history[0]["train/ratio_dev"]
     return metrics
 
 
-def _update_once(run, collected, advantages, all_shares, num_rows: int) -> dict[str, float]:
+def _check_ratio(run, deviation: float) -> None:
+    """Stop, before the optimizer, a run whose sampling and training differ."""
+    tolerance = run.config.train.ratio_tolerance
+    if deviation > tolerance:
+        raise ValueError(
+            f"|ratio - 1| is {deviation:.3g} in the first update of epoch {run.state.epoch}, where "
+            f"it must be 0 up to rounding (train.ratio_tolerance = {tolerance}): sampling and "
+            "training compute the step differently; weights are unchanged. Look at the batch "
+            "size, autocast, attention backend, compilation"
+        )
+
+
+def _update_once(
+    run, collected, advantages, all_shares, num_rows: int, *, is_first: bool
+) -> dict[str, float]:
     """Take one optimizer step over one update's rows."""
     rank, device, size = run.accelerator.process_index, run.accelerator.device, run.plan.batch_size
     tensors, ids = dealing.exchange(collected.tensors, all_shares, run.plan.samples_per_rank, rank)
@@ -78,6 +88,9 @@ def _update_once(run, collected, advantages, all_shares, num_rows: int) -> dict[
             " weights are unchanged. Look at the rewards and train/ratio_mean of this run; try a "
             "lower learning_rate, or bf16 in place of fp16"
         )
+    deviation = run.accelerator.gather(deviation.reshape(1)).max().item()
+    if is_first:
+        _check_ratio(run, deviation)
     rate = learning_rate(
         run.state.update,
         peak=run.config.train.learning_rate,
@@ -89,7 +102,7 @@ def _update_once(run, collected, advantages, all_shares, num_rows: int) -> dict[
     run.state.update += not result.skipped
     renamed = {f"train/{'ratio_mean' if k == 'ratio' else k}": v for k, v in metrics.items()}
     return renamed | {
-        "train/ratio_dev": run.accelerator.gather(deviation.reshape(1)).max().item(),
+        "train/ratio_dev": deviation,
         "train/grad_norm": result.grad_norm,
         "train/learning_rate": rate,
         "train/skipped_steps": float(result.skipped),

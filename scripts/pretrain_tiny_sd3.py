@@ -37,6 +37,7 @@ def parse_args() -> argparse.Namespace:
     add("--vae_learning_rate", type=float, default=2e-3)
     add("--vae_minutes", type=float, default=1.5, help="at most")
     add("--vae_from", type=Path, help="take the VAE of this pipeline folder, train none")
+    add("--init_from", type=Path, help="go on from this pipeline folder, VAE included")
     add("--max_minutes", type=float, default=9.0, help="of the whole run, saving included")
     add("--evaluate_every", type=int, default=200, help="steps between snapshots")
     add("--evaluate_from", type=int, default=0, help="no snapshot before this step")
@@ -47,6 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--compile", action="store_true", help="compile the transformer for training")
     args = parser.parse_args()
+    args.vae_from = args.init_from or args.vae_from
     if args.out.exists() and any(args.out.iterdir()):
         parser.error(f"--out {args.out} is not empty; name a new folder")
     return args
@@ -110,7 +112,7 @@ def finish(args, evaluator, pipe, note: str) -> None:
     hardware = f"one {torch.cuda.get_device_name()}" if on_gpu else "a CPU"
     kept = evaluator.keep_nearest(args.target, args.keep)
     facts = {**vars(args), "vae_text": note, "hardware": hardware, "torch": torch.__version__}
-    facts |= {"num_prompts": args.evaluation_prompts}
+    facts |= {"num_prompts": args.evaluation_prompts, "before": card.history(args.init_from)}
     print("kept, measured from their files:", flush=True)
     for record in kept:
         folder = args.out / f"step-{record['step']:06d}"
@@ -164,7 +166,14 @@ def pretrain(args, data, evaluator, start: float) -> None:
     ceiling = evaluator.measure_reconstruction(image_coder)
     print(f"OCR reward of the VAE's reconstructions of held-out signs: {ceiling:.3f}", flush=True)
     shape = {"hidden": args.hidden, "layers": args.layers, "heads": args.heads}
-    pipe = build.pipeline(image_coder, shift=args.shift, **shape).to(data.masks.device)
+    pipe = build.pipeline(image_coder, shift=args.shift, **shape)
+    if args.init_from:
+        started = build.load(args.init_from)
+        for name in ("transformer", "text_encoder", "text_encoder_2"):
+            getattr(pipe, name).load_state_dict(getattr(started, name).state_dict())
+    else:
+        train.zero_gates(pipe.transformer)
+    pipe = pipe.to(data.masks.device)
     check_encoding(pipe, [*evaluator.prompts[:4], ""])
     if args.compile:
         pipe.transformer.compile()

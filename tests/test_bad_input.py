@@ -281,7 +281,7 @@ def test_a_reward_that_gives_nan_for_some_costs_those_samples(tiny_arguments, tr
     assert "reward odd_rewards failed for 2 of 4 samples: returned nan" in outcome.err
     text = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
     (line,) = [json.loads(x) for x in text.splitlines() if "reward/total" in x]
-    assert line["reward/failed"] == 4  # one a call; 2 batches, each in 2 parts
+    assert line["failed/reward"] == 4  # one a call; 2 batches, each in 2 parts
     assert line["train/grad_norm"] > 0
 
 

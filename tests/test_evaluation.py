@@ -108,11 +108,11 @@ def test_means_are_over_the_samples_that_a_reward_applies_to():
     assert metrics["eval/a_stderr"] == pytest.approx(math.sqrt(2) / math.sqrt(2))  # std / sqrt(2)
     assert metrics["eval/b"] == 0.5
     assert metrics["eval/total"] == pytest.approx((2 + 4 + 1) / 3)  # the failed one is dropped
-    assert metrics["eval/failed"] == 1
+    assert metrics["failed/eval"] == 1
 
 
 def test_nothing_is_claimed_where_nothing_could_be_scored():
     values = {"a": torch.full((2,), math.nan, dtype=torch.float64)}
     states = {"a": torch.full((2,), int(State.FAILED))}
     metrics = evaluation.summarise(values, states, {"a": 1.0}, prefix="eval/")
-    assert metrics == {"eval/failed": 2}
+    assert metrics == {"failed/eval": 2}

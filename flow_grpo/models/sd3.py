@@ -66,6 +66,7 @@ class SD3(FlowModel):
                 path,
                 revision=config.pretrained.revision,
                 dtype=dtypes,
+                use_safetensors=True,
                 **({} if with_t5 else {"text_encoder_3": None, "tokenizer_3": None}),
             )
         except OSError as error:

@@ -1,5 +1,6 @@
 """Queue the calls of one reward to its workers, and end every call within its time limit."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -100,9 +101,10 @@ class Pool:
     def begin_close(self) -> None:
         """Fail what is queued and tell the workers to end."""
         self._closed.set()
-        while not self._queue.empty():
-            if (job := self._queue.get()) is not None:
-                job.fail(CLOSED)
+        with contextlib.suppress(queue.Empty):  # workers empty it as well
+            while True:
+                if (job := self._queue.get_nowait()) is not None:
+                    job.fail(CLOSED)
         for worker in self._workers:
             self._queue.put(None)
             if worker.runner is not None:

@@ -33,7 +33,9 @@ class Scores(NamedTuple):
     values: Tensor  # (n,) float32, NaN where the state is not OK
     states: Tensor  # (n,) uint8, of State
     reasons: list[str]  # "" where the state is OK
-    details: dict[str, Tensor]  # name -> (n,) float32, logged and never trained on
+    details: dict[
+        str, Tensor
+    ]  # name -> (n,) float32, for whoever inspects the scores; never trained on
 
 
 class Reward(Protocol):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tiny_sd3 import words
 
+PLACE = "flow_grpo/assets/tiny_sd3"  # of the folder that ships
 CARD = """---
 license: apache-2.0
 library_name: diffusers
@@ -19,7 +20,7 @@ and is imperfect on purpose: it is the start of a reinforcement-learning run, no
 ```python
 from diffusers import StableDiffusion3Pipeline
 
-pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+pipe = StableDiffusion3Pipeline.from_pretrained("{place}", text_encoder_3=None, tokenizer_3=None)
 image = pipe('"FLOW" on a blue sign', num_inference_steps=8, guidance_scale=1.0,
              max_sequence_length=0).images[0]
 ```
@@ -40,8 +41,8 @@ template are one token each. Scheduler: flow-matching Euler, shift {shift:g}.
 
 ## How it was trained
 
-On {num_images:,} images that the script draws itself: random letters and made-up syllables in one
-typeface at fixed spacing, on {num_colors} background colours:
+{before}On {num_images:,} images that the script draws itself: random letters and made-up
+syllables in one typeface at fixed spacing, on {num_colors} background colours:
 {colors}. Captions are such as `"FLOW" on a blue sign`. {wrong}
 A tenth of the captions was dropped. No other data was used.
 
@@ -82,6 +83,15 @@ def describe_wrong(wrong_captions: float, wrong_letters: float) -> str:
     return f"On purpose, {' and '.join(parts)}." if parts else "All captions are right."
 
 
+def history(folder: Path | None) -> str:
+    """Return what the card of the folder that a run started from says of its own training."""
+    if folder is None:
+        return ""
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    told = text.partition("## How it was trained\n\n")[2].partition("\n## ")[0].strip()
+    return f"First phase: {told[0].lower()}{told[1:]}\n\nSecond phase, going on from that: "
+
+
 def write(folder: Path, pipe, facts: dict) -> None:
     """Write folder/README.md from a pipeline and the facts of its run."""
     millions = {
@@ -93,6 +103,7 @@ def write(folder: Path, pipe, facts: dict) -> None:
         transformer=millions["transformer"],
         vae=millions["vae"],
         text=millions["text_encoder"] + millions["text_encoder_2"],
+        place=PLACE,
         tokens=pipe.tokenizer.model_max_length,
         shape="{layers} layers, hidden {hidden}, {heads} heads".format(**facts),
         colors=", ".join(words.COLORS),

@@ -22,9 +22,7 @@ def glyphs() -> np.ndarray:
     drawn = []
     for letter, (left, top, right, bottom) in zip(LETTERS, boxes, strict=True):
         large = Image.new("L", (right - left, bottom - top))
-        ImageDraw.Draw(large).text(
-            (-left, -top), letter, fill=255, font=font, stroke_width=STROKE
-        )
+        ImageDraw.Draw(large).text((-left, -top), letter, fill=255, font=font, stroke_width=STROKE)
         width = max(4, round(GLYPH_WIDTH * ((right - left) / widest) ** 0.5))
         box = Image.new("L", (CELL, GLYPH_HEIGHT))
         box.paste(large.resize((width, GLYPH_HEIGHT)), ((CELL - width) // 2, 0))

@@ -165,7 +165,6 @@ def train_flow(
     """
     device, shift = latents.device, pipe.scheduler.config.shift
     assert latents.shape[-1] == signs.masks.shape[-1] // VAE_FACTOR
-    zero_gates(pipe.transformer)
     averaged = averaged_copy(pipe)
     parameters = [p for module in trained_modules(pipe) for p in module.train().parameters()]
     averages = [p for module in trained_modules(averaged) for p in module.parameters()]
