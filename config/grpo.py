@@ -17,18 +17,19 @@ def tiny_ocr() -> ConfigDict:
     config = locked_config()
     models.tiny_sd3(config)
     tasks.tiny_ocr(config)
-    config.num_epochs = 40
-    config.eval_freq = 10
-    config.save_freq = 10
+    config.num_epochs = 36
+    config.eval_freq = 12
+    config.save_freq = 6
     config.num_checkpoint_limit = 2
-    config.sample.groups_per_epoch = 16
-    config.sample.group_size = 12
+    config.sample.groups_per_epoch = 24
+    config.sample.group_size = 8
     config.sample.batch_size = 24
     config.sample.sde_type = "cps"
     config.sample.noise_level = 0.8
     config.sample.sde_window_size = 2
     config.sample.sde_window_range = (0, 5)
-    config.train.learning_rate = 3e-4
+    config.train.learning_rate = 1e-3
+    config.train.updates_per_epoch = 4
     config.train.clip_range = 1e-4
     config.eval.batch_size = 32
     config.eval.num_prompts = 128

@@ -113,6 +113,7 @@ def finish(args, evaluator, pipe, note: str) -> None:
     kept = evaluator.keep_nearest(args.target, args.keep)
     facts = {**vars(args), "vae_text": note, "hardware": hardware, "torch": torch.__version__}
     facts |= {"num_prompts": args.evaluation_prompts, "before": card.history(args.init_from)}
+    facts |= {"command": " ".join(["python scripts/pretrain_tiny_sd3.py", *sys.argv[1:]])}
     print("kept, measured from their files:", flush=True)
     for record in kept:
         folder = args.out / f"step-{record['step']:06d}"

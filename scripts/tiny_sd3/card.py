@@ -51,7 +51,9 @@ A tenth of the captions was dropped. No other data was used.
    (a tenth of them smaller, with the 256 zero tokens), AdamW, peak learning rate
    {learning_rate:g}; moving average of the weights. The planned length was {steps:,} steps.
 
-This took {minutes:.1f} minutes in all on {hardware}, with torch {torch}.
+This took {minutes:.1f} minutes in all on {hardware}, with torch {torch}:
+
+    {command}
 
 ## What it can do
 
@@ -89,7 +91,7 @@ def history(folder: Path | None) -> str:
         return ""
     text = (folder / "README.md").read_text(encoding="utf-8")
     told = text.partition("## How it was trained\n\n")[2].partition("\n## ")[0].strip()
-    return f"First phase: {told[0].lower()}{told[1:]}\n\nSecond phase, going on from that: "
+    return f"### First phase\n\n{told}\n\n### Second phase, going on from there\n\n"
 
 
 def write(folder: Path, pipe, facts: dict) -> None:
