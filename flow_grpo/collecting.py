@@ -62,6 +62,7 @@ def collect(run: Run, epoch: int, bar) -> Collected:
         )
         pending.append(run.rewards.submit(batch, names=tuple(run.weights)))
         bar.update(len(numbers))
+        bar.set_postfix_str(_running_reward(run, pending))
     return Collected(
         tensors={name: torch.cat([part[name] for part in kept]) for name in kept[0]},
         sigmas=sigmas.to(device),
@@ -69,6 +70,14 @@ def collect(run: Run, epoch: int, bar) -> Collected:
         prompts=[run.prompts[i].prompt for i in indices],
         pending=pending,
     )
+
+
+def _running_reward(run: Run, pending: list) -> str:
+    """Return this rank's mean reward over the batches that are scored by now."""
+    tables = [result.result() for result in pending if result.done()]
+    totals = [combine_rewards(t.values, run.weights, t.states) for t in tables]
+    scored = torch.cat([total[valid] for total, valid in totals]) if totals else torch.zeros(0)
+    return f"reward {scored.mean():.3f}" if len(scored) else "reward ..."
 
 
 @torch.no_grad()

@@ -45,28 +45,9 @@ def _run_epochs(run: Run, stop: StopRequest) -> None:
     if run.state.epoch == 0:
         _evaluate(run)
     while run.state.epoch < run.config.num_epochs:
-        with progress_bar(run.accelerator, "rollout", run.plan.samples_per_rank) as bar:
-            clock = time.perf_counter()
-            collected = collect(run, run.state.epoch, bar)
-            rollout_s = time.perf_counter() - clock
-            scores, reward_metrics = score(run, collected)
-            bar.set_postfix(reward=f"{reward_metrics.get('reward/total', float('nan')):.3f}")
-        reward_s = time.perf_counter() - clock - rollout_s
-        metrics = update(run, collected, scores)
-        seconds = time.perf_counter() - clock
-        run.state.epoch += 1
-        metrics = {
-            "epoch": run.state.epoch - 1,
-            "update": run.state.update,
-            "images": run.plan.samples_per_epoch,
-            **reward_metrics,
-            **metrics,
-            "time/rollout_s": rollout_s,
-            "time/reward_s": reward_s,
-            "time/update_s": seconds - rollout_s - reward_s,
-            "perf/images_per_s": run.plan.samples_per_epoch / seconds,
-        }
+        metrics = _train_epoch(run)
         main_process(run.accelerator, partial(log, run.trackers, metrics, run.state.update))
+        logger.info("%s", _told(run, metrics))
         stopping = stop.agreed(run.accelerator)
         finished = run.state.epoch >= run.config.num_epochs
         run.eval_total = None
@@ -79,6 +60,43 @@ def _run_epochs(run: Run, stop: StopRequest) -> None:
         if stopping:
             logger.info("stopped after epoch %d; the same command resumes", run.state.epoch)
             break
+
+
+def _train_epoch(run: Run) -> dict[str, float]:
+    """Collect, score and update once; return the epoch's metrics."""
+    started = time.perf_counter()
+    with progress_bar(run.accelerator, "rollout", run.plan.samples_per_rank) as bar:
+        collected = collect(run, run.state.epoch, bar)
+        sampled = time.perf_counter()
+        scores, reward_metrics = score(run, collected)
+    scored = time.perf_counter()
+    update_metrics = update(run, collected, scores)
+    ended = time.perf_counter()
+    run.state.epoch += 1
+    return {
+        "epoch": run.state.epoch - 1,
+        "update": run.state.update,
+        "images": run.plan.samples_per_epoch,
+        **reward_metrics,
+        **update_metrics,
+        "time/rollout_s": sampled - started,
+        "time/reward_s": scored - sampled,
+        "time/update_s": ended - scored,
+        "perf/images_per_s": run.plan.samples_per_epoch / (ended - started),
+    }
+
+
+def _told(run: Run, metrics: dict[str, float]) -> str:
+    """Return an epoch's line on the screen."""
+    numbers = {
+        "reward": "reward/total",
+        "std": "reward/std",
+        "clipped": "train/clip_fraction",
+        "grad norm": "train/grad_norm",
+    }
+    told = [f"{name} {metrics[key]:.3g}" for name, key in numbers.items() if key in metrics]
+    seconds = sum(metrics[f"time/{phase}_s"] for phase in ("rollout", "reward", "update"))
+    return f"epoch {run.state.epoch}/{run.config.num_epochs}: {', '.join(told)}, {seconds:.1f} s"
 
 
 def _evaluate(run: Run) -> None:

@@ -78,8 +78,9 @@ def _update_once(
             run.accelerator.backward(loss * run.plan.world_size / num_rows)
         for name, column in metrics.items():
             sums[name] = sums.get(name, 0) + (column * batch.weight).sum()
-        off = ((metrics["ratio"] - 1).abs() * (batch.weight > 0)).amax()
-        deviation = torch.maximum(deviation, off)
+        if "ratio" in metrics:
+            off = ((metrics["ratio"] - 1).abs() * (batch.weight > 0)).amax()
+            deviation = torch.maximum(deviation, off)
     total = run.accelerator.reduce(torch.stack(list(sums.values())), "sum") / num_rows
     metrics = dict(zip(sums, total.tolist(), strict=True))
     if not math.isfinite(metrics["loss"]):

@@ -35,6 +35,12 @@ class FirstGroup(Contrast):
         return scores(values if samples.group_ids is None else values * (samples.group_ids == 0))
 
 
+class WholeGroups(Contrast):
+    """Says that it compares the members of whole groups."""
+
+    scope = "group"
+
+
 class NanForSome(Contrast):
     """NaN for the first image of every call."""
 

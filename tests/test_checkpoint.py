@@ -188,6 +188,16 @@ def test_without_evaluations_only_the_last_ones_are_kept(tmp_path):
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 
+def test_what_is_later_than_the_resumed_epoch_is_set_aside_and_cannot_win_again(tmp_path):
+    for epoch in (20, 30, 40):
+        publish(tmp_path, epoch, eval_total=1.0 / epoch)
+    checkpoint.set_aside(tmp_path, 20)
+    assert names(tmp_path) == ["checkpoint-20", "left-checkpoint-30", "left-checkpoint-40"]
+    publish(tmp_path, 25)
+    assert checkpoint.prune(tmp_path, 1) == []  # the newest and the best
+    assert checkpoint.newest(tmp_path)[0].name == "checkpoint-25"
+
+
 def trained(seed: int) -> tuple[list[torch.Tensor], torch.optim.AdamW]:
     """Return two parameters and their optimizer after three steps."""
     source = torch.Generator().manual_seed(seed)
