@@ -17,9 +17,9 @@ def tiny_ocr() -> ConfigDict:
     config = locked_config()
     models.tiny_sd3(config)
     tasks.tiny_ocr(config)
-    config.num_epochs = 36
-    config.eval_freq = 12
-    config.save_freq = 6
+    config.num_epochs = 40
+    config.eval_freq = 20
+    config.save_freq = 5
     config.num_checkpoint_limit = 2
     config.sample.groups_per_epoch = 24
     config.sample.group_size = 8
