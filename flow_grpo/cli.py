@@ -239,13 +239,15 @@ def _result(folder) -> str:
     """Return a finished run's last lines: before, after, and where the report lies."""
     summary = folder.summary() or {}
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
-    lines = []
-    for name in after:
-        if f"{name}_stderr" in after and name in before:
-            lines.append(
-                f"held-out {name}: {before[name]:.4f} -> {after[name]:.4f} "
-                f"({after[name] - before[name]:+.4f}; standard error {after[name + '_stderr']:.4f})"
-            )
+    names = [name for name in after if f"{name}_stderr" in after and name in before]
+    said = {(before[name], after[name]) for name in names}
+    if len(names) == 2 and len(said) == 1:  # one reward of weight 1: the total says the same
+        names.remove("total")
+    lines = [
+        f"held-out {name}: {before[name]:.4f} -> {after[name]:.4f} "
+        f"({after[name] - before[name]:+.4f}; standard error {after[name + '_stderr']:.4f})"
+        for name in names
+    ]
     lines.append(
         f"{summary.get('epochs')} epochs, {summary.get('images')} images, "
         f"{(summary.get('seconds') or 0) / 60:.1f} minutes"

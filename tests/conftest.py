@@ -53,6 +53,7 @@ def tiny_config(tiny_sd3_dir, tmp_path):
     config.sample.sde_window_range = (0, 3)
     config.sample.groups_per_epoch, config.sample.group_size = 4, 4
     config.sample.batch_size = 8
+    config.train.updates_per_epoch, config.train.learning_rate = 2, 3e-4
     config.eval.num_prompts, config.eval.batch_size, config.eval.num_samples = 6, 4, 4
     config.trackers = ()
     return config.lock()

@@ -17,14 +17,8 @@ from safetensors.torch import save_file
 
 from flow_grpo import cli, collecting, evaluation, session, updating
 from flow_grpo.models.sd3 import SD3
+from flow_grpo.progress import progress_bar
 from flow_grpo.run_folder import RunFolder
-
-
-class Bar:
-    """Stand in for a progress bar."""
-
-    def update(self, number: int) -> None:
-        """Do nothing."""
 
 
 def dump(case: str, arguments: list[str], out: Path, num_epochs: int = 2) -> None:
@@ -43,7 +37,7 @@ def dump(case: str, arguments: list[str], out: Path, num_epochs: int = 2) -> Non
     run.rewards.submit = submit_and_keep
     for epoch in range(num_epochs):
         seen.clear()
-        bar = Bar()
+        bar = progress_bar(accelerator, case, 1)
         run.state.epoch = epoch
         collected = collecting.collect(run, epoch, bar)
         sampled = list(seen)

@@ -46,7 +46,7 @@ def test_dry_run_shows_the_plan_and_touches_nothing(train, tmp_path):
     assert outcome.code == 0, outcome.err
     # 24 images; the largest divisor of 24 not above 5 is 4
     assert "6 groups x 4 = 24; per rank (1) 24 in 6 batches of 4" in outcome.out
-    assert "optimizer steps per epoch = 2 x 1 passes" in outcome.out
+    assert "optimizer steps per epoch = 4 x 1 passes" in outcome.out
     assert "rewards = ocr (1.0)" in outcome.out
     assert list(tmp_path.iterdir()) == []
 
@@ -140,7 +140,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tiny_arguments, train, 
     again = train(*tiny_arguments)
     assert again.code == 0
     assert "run has finished its 2 epochs" in again.err
-    assert "held-out total: " in again.out
+    assert "held-out jpeg_compressibility: " in again.out
     assert metrics.read_text() == before
     longer = train(*tiny_arguments, "--config.num_epochs=3", "--config.sample.batch_size=4")
     assert longer.code == 0
