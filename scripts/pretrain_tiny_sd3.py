@@ -63,6 +63,7 @@ def make_vae(args, signs) -> tuple:
     device, start = signs.masks.device, time.monotonic()
     if args.vae_from:
         image_coder = AutoencoderKL.from_pretrained(args.vae_from, subfolder="vae").to(device)
+        image_coder.register_to_config(_name_or_path="")  # of this machine
         note = "taken from an earlier run of this script."
     else:
         image_coder = build.vae(tuple(args.vae_channels)).to(device)

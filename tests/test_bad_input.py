@@ -389,39 +389,6 @@ def test_a_ratio_that_is_not_one_on_policy_stops_with_where_to_look(
     assert "attention backend" in line
 
 
-@pytest.mark.parametrize(
-    "key", ["train.max_grad_norm", "train.adv_clip_max", "train.clip_range", "eval.guidance_scale"]
-)
-def test_a_zero_that_would_stop_learning_is_refused(tiny_arguments, train, key):
-    outcome = train(*tiny_arguments, f"--config.{key}=0", "--dry_run")
-    assert f"{key} (0.0) must be finite and above 0" in outcome.error
-
-
-def test_a_group_reward_is_not_given_parts_of_groups(tiny_arguments, train):
-    call = [*tiny_arguments, reward("WholeGroups"), "--dry_run"]
-    assert train(*call).code == 0  # batches of 8, groups of 4
-    outcome = train(*call, "--config.sample.batch_size=2")
-    assert "no whole number of groups of 4" in outcome.error
-
-
-def test_going_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_arguments, train, tmp_path):
-    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
-    call = [*tiny_arguments, "--config.num_checkpoint_limit=3"]
-    assert train(*call, "--config.num_epochs=3").code == 0
-    back = [*call, f"--config.resume_from={checkpoints / 'checkpoint-1'}"]
-    assert train(*back, "--config.num_epochs=2").code == 0
-    found = sorted(path.name for path in checkpoints.iterdir())
-    assert found[:2] == ["checkpoint-1", "checkpoint-2"]
-    assert found[2:] == ["left-checkpoint-2", "left-checkpoint-3"]
-    # The same command again goes on where it got to, not at checkpoint-1 once more.
-    again = train(*back, "--config.num_epochs=3")
-    assert "epoch 2" in again.err
-    assert (checkpoints / "checkpoint-3").is_dir()
-    lines = (checkpoints.parent / "metrics.jsonl").read_text().splitlines()
-    epochs = [json.loads(line)["epoch"] for line in lines if "reward/total" in line]
-    assert epochs == [0, 1, 2]
-
-
 def test_a_script_started_from_anywhere_ends_with_one_line(tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "train_sd3.py"),
                "--config", f"{ROOT / 'config' / 'grpo.py'}:tiny_ocrr"]  # fmt: skip
