@@ -42,7 +42,7 @@ class Ocr:
     runs = "thread"
 
     def __init__(self, device: str = "cpu"):
-        self.device = device
+        self.device = "cpu"  # wherever the model is
         self._engine = _engine()
 
     @staticmethod

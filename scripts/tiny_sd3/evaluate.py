@@ -56,15 +56,14 @@ class Evaluator:
     def measure(self, pipe, seed: int = 0) -> tuple[dict, np.ndarray]:
         """Sample for every call; return futures by column, and the images of the first."""
         images = {name: sample(pipe, self.prompts, call, seed=seed) for name, call in CALLS.items()}
-        return {name: self.reader.submit(some) for name, some in images.items()}, images["ocr"]
+        futures = {name: self.reader.submit(i, self.prompts) for name, i in images.items()}
+        return futures, images["ocr"]
 
     def means(self, futures: dict) -> dict[str, float]:
         """Wait for the readings; mean reward by column and the standard error of the first."""
         means = {}
         for name, some in futures.items():
-            rewards = [
-                ocr.reward(f.result(), target) for f, target in zip(some, self.targets, strict=True)
-            ]
+            rewards = [future.result() for future in some]
             means[name] = float(np.mean(rewards))
             if name == "ocr":
                 means["ocr_stderr"] = float(np.std(rewards) / math.sqrt(len(rewards)))
@@ -83,7 +82,8 @@ class Evaluator:
         decoded = image_coder.decode(image_coder.encode(pixels).latent_dist.mean).sample
         images = ((decoded.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
         save_grid(images.cpu().numpy(), self.out / "reconstructions.png")
-        return float(np.mean(self.reader.score(images.cpu().numpy(), self.targets)))
+        scored = self.reader.submit(images.cpu().numpy(), self.prompts)
+        return float(np.mean([future.result() for future in scored]))
 
     def __call__(self, pipe, step: int, loss: float) -> None:
         """Evaluate and save a snapshot as out/step-XXXXXX; print what has been read so far."""

@@ -1,55 +1,24 @@
-"""Score images by OCR in worker processes; light enough to be imported by each of them."""
+"""Score images by the package's OCR reward in worker processes."""
 
 import multiprocessing
-import re
-import unicodedata
 from concurrent.futures import Future, ProcessPoolExecutor
 
 import numpy as np
 
-_engine = None
+_reward = None
 
 
-def normalise(text: str) -> str:
-    """Fold accents, lower the case, keep letters and digits only."""
-    folded = unicodedata.normalize("NFKD", text).lower()
-    return re.sub(r"[^a-z0-9]", "", folded)
+def score(image: np.ndarray, prompt: str) -> float:
+    """Return the OCR reward of one (h, w, 3) uint8 image, by this process's own engine."""
+    global _reward
+    import torch
 
+    from flow_grpo.rewards.base import Samples
+    from flow_grpo.rewards.ocr import Ocr
 
-def edit_distance(first: str, second: str) -> int:
-    """Return the Levenshtein distance."""
-    row = list(range(len(second) + 1))
-    for i, left in enumerate(first, 1):
-        above, row[0] = row[0], i
-        for j, right in enumerate(second, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (left != right))
-    return row[-1]
-
-
-def reward(read: str, target: str) -> float:
-    """Return 1 - distance / length, in [0, 1]; 1 where the target is contained in what was read."""
-    read, target = normalise(read), normalise(target)
-    distance = 0 if target in read else min(edit_distance(read, target), len(target))
-    return 1.0 - distance / len(target)
-
-
-def read(image: np.ndarray) -> str:
-    """Read one (h, w, 3) uint8 RGB image with this process's own engine, one thread."""
-    global _engine
-    if _engine is None:
-        from rapidocr import RapidOCR
-
-        _engine = RapidOCR(
-            params={
-                "Global.log_level": "error",
-                "Global.use_cls": False,
-                "Det.limit_side_len": 320,
-                "Det.limit_type": "max",
-                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
-                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
-            }
-        )
-    return "".join(_engine(np.ascontiguousarray(image[:, :, ::-1])).txts or ())
+    _reward = _reward or Ocr()
+    pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255
+    return float(_reward(Samples(pixels, [prompt], [{}])).values)
 
 
 class Reader:
@@ -59,14 +28,10 @@ class Reader:
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(num_workers, mp_context=context)
 
-    def submit(self, images: np.ndarray) -> list[Future]:
-        """Start reading (n, h, w, 3) uint8 images; one future text each."""
-        return [self.pool.submit(read, image) for image in images]
-
-    def score(self, images: np.ndarray, targets: list[str]) -> list[float]:
-        """Read and score (n, h, w, 3) uint8 images against their targets."""
-        texts = [future.result() for future in self.submit(images)]
-        return [reward(text, target) for text, target in zip(texts, targets, strict=True)]
+    def submit(self, images: np.ndarray, prompts: list[str]) -> list[Future]:
+        """Start scoring (n, h, w, 3) uint8 images; one future reward each."""
+        return [self.pool.submit(score, i, p) for i, p in zip(images, prompts, strict=True)]
 
     def close(self) -> None:
+        """End the workers."""
         self.pool.shutdown(cancel_futures=True)
