@@ -190,8 +190,9 @@ def _build_and_train(adapter, config, accelerator, plan, folder) -> None:
     import torch
 
     from flow_grpo import session, trainer
+    from flow_grpo.models.loading import quiet_libraries
 
-    _quiet_libraries()
+    quiet_libraries()
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
     run = session.build(adapter, config, accelerator, plan, folder)
     policy = run.policy
@@ -293,14 +294,3 @@ def _reward_literal(argument: str) -> str:
         return argument
     weights = registry.parse_reward_fn(argument.removeprefix(flag))
     return flag + repr({name.replace(".", "/"): weight for name, weight in weights.items()})
-
-
-def _quiet_libraries() -> None:
-    """Keep load-time progress bars and notices of the libraries off the screen."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()

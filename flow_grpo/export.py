@@ -16,9 +16,13 @@ from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("{base}"{absent})
 {load}
+image = pipe(
+    "{prompt}", num_inference_steps={num_steps}, guidance_scale={guidance_scale},
+    height={resolution}, width={resolution}, max_sequence_length={tokens},
+).images[0]
 ```
 
-Steps {num_steps}, guidance {guidance_scale}, {resolution} px in evaluation.{alpha}
+These are the settings of the evaluations.{alpha}
 Source commit: {commit}.
 """
 
@@ -66,6 +70,8 @@ def _card(run) -> str:
         alpha=" alpha is folded into the weights: do not scale them again."
         if config.use_lora
         else "",
+        prompt=run.eval_prompts[0].prompt.replace('"', '\\"'),
+        tokens=config.sample.max_sequence_length,
         num_steps=config.eval.num_steps,
         guidance_scale=config.eval.guidance_scale,
         resolution=config.resolution,

@@ -17,7 +17,13 @@ import torch
 import yaml
 
 from flow_grpo import lora, seeds
-from flow_grpo.models.loading import DTYPES, half_precision_dtype, model_index, resolve_model
+from flow_grpo.models.loading import (
+    DTYPES,
+    half_precision_dtype,
+    model_index,
+    quiet_libraries,
+    resolve_model,
+)
 from flow_grpo.models.sd3 import MAX_T5_TOKENS, SD3
 
 DEFAULTS = {
@@ -50,6 +56,7 @@ def main() -> int:
     parser.add_argument("--batch_size", type=int, default=8, help="images in a forward")
     parser.add_argument("--mixed_precision", default="no", help=", ".join(DTYPES))
     parser.add_argument("--out", default="samples", help="folder")
+    quiet_libraries()
     try:
         files = sample(parser.parse_args())
     except (ValueError, OSError) as error:

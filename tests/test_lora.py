@@ -88,6 +88,7 @@ def _write(policy: Policy, path) -> str:
         config=policy.config,
         state=SimpleNamespace(epoch=3, update=6),
         rewards=SimpleNamespace(weights={"ocr": 1.0}),
+        eval_prompts=[SimpleNamespace(prompt='"AB" on a red sign')],
     )
     export.write_weights(run, path)
     return str(path / "lora")

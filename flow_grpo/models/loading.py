@@ -67,3 +67,14 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
             "use the train script of that family, or another pretrained.model"
         )
     return index
+
+
+def quiet_libraries() -> None:
+    """Keep load-time progress bars and notices of the libraries off the screen."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from config.base import locked_config
 from flow_grpo import registry, seeds
 from flow_grpo.models.base import PromptCache
+from flow_grpo.models.loading import quiet_libraries
 from flow_grpo.rollout import sample_trajectory
 from flow_grpo.sde import SDES
 
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--mixed_precision", default="no", help="no, fp16, bf16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="sde_demo.png", help="PNG file")
+    quiet_libraries()
     try:
         demo(parser.parse_args())
     except (ValueError, OSError) as error:
