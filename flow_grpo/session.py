@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 
@@ -124,6 +125,12 @@ def check_config(config, world_size: int) -> BatchPlan:
         schedule=config.train.lr_schedule,
     )
     _check_numbers(config)
+    parts = Path(config.run_name).parts
+    if not parts or ".." in parts or Path(config.run_name).is_absolute():
+        raise ValueError(
+            f"run_name ({config.run_name!r}) must name a folder below logdir ({config.logdir}), "
+            "such as my_run; logdir may lie anywhere"
+        )
     if config.control not in CONTROLS:
         raise ValueError(registry.unknown("control", config.control, CONTROLS))
     registry.load(ALGORITHMS, config.algorithm)(config)

@@ -40,3 +40,9 @@ def test_going_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_arguments, 
     lines = (checkpoints.parent / "metrics.jsonl").read_text().splitlines()
     epochs = [json.loads(line)["epoch"] for line in lines if "reward/total" in line]
     assert epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "/tmp/elsewhere", "."])
+def test_a_run_lies_below_the_log_folder(tiny_arguments, train, name):
+    outcome = train(*tiny_arguments, f"--config.run_name={name}", "--dry_run")
+    assert "must name a folder below logdir" in outcome.error
