@@ -165,7 +165,8 @@ def _train(adapter, config: ConfigDict, accelerator, session) -> int:
     folder = session.main_process(accelerator, lambda: RunFolder(config))
     try:
         if session.on_all(accelerator, lambda: _is_finished(folder, config)):
-            logger.info("%s has finished its %d epochs", config.run_name, config.num_epochs)
+            epochs = config.num_epochs if folder is None else folder.summary().get("epochs")
+            logger.info("%s has finished its %s epochs", config.run_name, epochs)
         else:
             logger.info("%s", _plan(config, plan).rstrip())
             _build_and_train(adapter, config, accelerator, plan, folder)
@@ -240,13 +241,13 @@ def _result(folder) -> str:
     """Return a finished run's last lines: before, after, and where the report lies."""
     summary = folder.summary() or {}
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
-    names = [name for name in after if f"{name}_stderr" in after and name in before]
+    names = [name for name in after if f"{name}_stderr" in after and f"{name}_stderr" in before]
     said = {(before[name], after[name]) for name in names}
     if len(names) == 2 and len(said) == 1:  # one reward of weight 1: the total says the same
         names.remove("total")
     lines = [
-        f"held-out {name}: {before[name]:.4f} -> {after[name]:.4f} "
-        f"({after[name] - before[name]:+.4f}; standard error {after[name + '_stderr']:.4f})"
+        f"held-out {name}: {before[name]:.4f} ± {before[name + '_stderr']:.4f} -> "
+        f"{after[name]:.4f} ± {after[name + '_stderr']:.4f} ({after[name] - before[name]:+.4f})"
         for name in names
     ]
     lines.append(

@@ -154,6 +154,9 @@ def _adapter_file(path: Path) -> Path:
         for name in (DIFFUSERS_FILE, PEFT_FILE):
             if (folder / name).is_file():
                 return folder / name
+    if not path.exists():
+        beside = sorted(item.name for item in path.parent.glob("*") if item.is_dir())
+        raise ValueError(f"{path} does not exist; beside it: {', '.join(beside) or 'nothing'}")
     raise ValueError(
         f"{path} holds no adapter: expected {DIFFUSERS_FILE} (diffusers) or {PEFT_FILE} (PEFT)"
     )

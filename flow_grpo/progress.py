@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import sys
 
 import torch
 from tqdm import tqdm
@@ -10,9 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 def progress_bar(accelerator, label: str, total: int) -> tqdm:
-    """Return a bar that only the main process draws."""
+    """Return a bar that only the main process draws, and only on a terminal."""
     return tqdm(
-        total=total, desc=label, leave=False, disable=not accelerator.is_main_process, mininterval=1
+        total=total,
+        desc=label,
+        leave=False,
+        disable=not (accelerator.is_main_process and sys.stderr.isatty()),
+        mininterval=1,
+        dynamic_ncols=True,
     )
 
 

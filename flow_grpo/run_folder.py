@@ -51,6 +51,8 @@ class RunFolder:
         self.path = Path(config.logdir) / config.run_name
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / METRICS_FILE
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file; give this run another name, or move it away")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.path / LOCK_FILE, "w")  # noqa: SIM115  # held until the process ends
         try:

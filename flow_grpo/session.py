@@ -11,6 +11,7 @@ from flow_grpo import registry
 from flow_grpo.batching import BatchPlan, plan_batches
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.models.base import FlowModel, PromptCache
+from flow_grpo.models.loading import half_precision_dtype, resolve_model
 from flow_grpo.old_names import translate_old_names
 from flow_grpo.policy import Policy
 from flow_grpo.rewards.client import RewardClient
@@ -30,6 +31,7 @@ AT_LEAST = {
     "num_checkpoint_limit": 1,
     "sample.prompt_cache_size": 1,
     "train.num_inner_epochs": 1,
+    "train.lora_rank": 1,
     "train.learning_rate": 0.0,
     "train.kl_coef": 0.0,
     "eval.num_steps": 1,
@@ -125,6 +127,8 @@ def check_config(config, world_size: int) -> BatchPlan:
         schedule=config.train.lr_schedule,
     )
     _check_numbers(config)
+    half_precision_dtype(config.mixed_precision)
+    resolve_model(config.pretrained.model)
     parts = Path(config.run_name).parts
     if not parts or ".." in parts or Path(config.run_name).is_absolute():
         raise ValueError(

@@ -70,6 +70,7 @@ def test_the_papers_shape_is_the_default():
     assert settings.sample.groups_per_epoch == 48
     assert settings.sample.group_size == 24
     assert settings.train.updates_per_epoch == 2
+    settings.run_name = "paper"
     # One forward of 9 images on each of 32 ranks, four times: 1152 images.
     assert session.check_config(settings, 32).rollout_batches == 4
 

@@ -97,7 +97,7 @@ def test_two_writers_are_refused_even_across_processes(config):
 
 def test_a_file_in_place_of_the_folder_is_one_error(config, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(OSError, match="run"):
+    with pytest.raises(ValueError, match="run is a file"):
         RunFolder(config)
 
 

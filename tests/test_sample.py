@@ -126,7 +126,7 @@ def test_what_is_not_given_comes_from_the_run_of_the_adapter(run, tiny_config, t
         ((), "no prompt: give --prompt"),
         (("--prompt_file", "missing.txt"), "missing.txt"),
         (("--prompt", "a", "--pretrained", "./none"), "no folder here"),
-        (("--prompt", "a", "--lora", "none"), "none holds no adapter"),
+        (("--prompt", "a", "--lora", "none"), "none does not exist"),
         (("--prompt", "a", "--resolution", "30"), "nearest valid: 32"),
         (("--prompt", "a", "--num_images", "0"), "--num_images (0) must be at least 1"),
         (("--prompt", "a", "--num_steps", "0"), "--num_steps (0) must be at least 1"),

@@ -46,3 +46,15 @@ def test_going_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_arguments, 
 def test_a_run_lies_below_the_log_folder(tiny_arguments, train, name):
     outcome = train(*tiny_arguments, f"--config.run_name={name}", "--dry_run")
     assert "must name a folder below logdir" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("mixed_precision=fp8", "must be one of no, fp16, bf16"),
+        ("train.lora_rank=0", "must be finite and at least 1"),
+        ("pretrained.model=/nowhere", "is no folder here"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(tiny_arguments, train, setting, message):
+    assert message in train(*tiny_arguments, f"--config.{setting}", "--dry_run").error
