@@ -208,6 +208,7 @@ def test_ctrl_c_finishes_the_epoch_and_saves(slow_arguments, tmp_path):
     process = start(slow_arguments)
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and '"reward/total"' in metrics.read_text(), process)
+    time.sleep(0.2)  # into the next epoch, whose rewards take longer than that
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -227,6 +228,7 @@ def test_a_second_ctrl_c_stops_at_once(slow_arguments, tmp_path):
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     process = start(slow_arguments)
     wait_for(lambda: metrics.is_file() and '"reward/total"' in metrics.read_text(), process)
+    time.sleep(0.2)  # into the next epoch, whose rewards take longer than that
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
