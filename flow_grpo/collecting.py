@@ -62,7 +62,8 @@ def collect(run: Run, epoch: int, bar) -> Collected:
         )
         pending.append(run.rewards.submit(batch, names=tuple(run.weights)))
         bar.update(len(numbers))
-        bar.set_postfix_str(_running_reward(run, pending))
+        if not bar.disable:
+            bar.set_postfix_str(_running_reward(run, pending))
     return Collected(
         tensors={name: torch.cat([part[name] for part in kept]) for name in kept[0]},
         sigmas=sigmas.to(device),

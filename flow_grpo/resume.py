@@ -26,15 +26,15 @@ def save(run: Run) -> None:
             scaler=run.accelerator.scaler and run.accelerator.scaler.state_dict(),
         )
 
+    best = run.eval_total if run.is_new_best else run.best_total
     record = {
         "epoch": state.epoch,
         "update": state.update,
         "metrics_bytes": run.folder.metrics.stat().st_size,
         "eval_total": run.eval_total,
         "resume_from": run.config.resume_from,
-        "best_total": max(run.best_total, -math.inf if run.eval_total is None else run.eval_total),
+        "best_total": best if math.isfinite(best) else None,  # JSON has no -infinity
     }
-    record["best_total"] = record["best_total"] if math.isfinite(record["best_total"]) else None
     checkpoint.publish(folder.checkpoints, state.epoch, write, record)
     checkpoint.prune(folder.checkpoints, run.config.num_checkpoint_limit)
 
