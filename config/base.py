@@ -30,7 +30,7 @@ def _run() -> ConfigDict:
     config.logdir = "runs"  # parent of the run folders
     config.seed = 42  # prompts, noise, windows and adapter init are functions of it
     config.num_epochs = 1000  # collect + train rounds; may be raised when resuming
-    config.algorithm = "grpo"  # a file of flow_grpo/algorithms
+    config.algorithm = "grpo"  # grpo | grpo_guard | dpo | sft | rwr | nft
     config.control = "none"  # none | permute_rewards | flip_advantages: runs that must not learn
     config.trackers = ("tensorboard",)  # beside metrics.jsonl: tensorboard, wandb, swanlab, trackio
     config.eval_freq = 60  # epochs between evaluations (also before the first and after the last)
@@ -70,7 +70,16 @@ def _sample() -> ConfigDict:
     sample.noise_level = 0.7  # a of Flow-SDE, eta of CPS and Dance-SDE
     sample.sde_window_size = 0  # stochastic, trained steps; 0 = all but the last
     sample.sde_window_range = (0, 0)  # window lies in [lo, hi); (0, 0) = all but the last step
-    sample.same_latent = False  # a group shares its initial noise
+    sample.sde_window_strategy = "random"  # random | progressive | decay | exp_decay
+    sample.sde_window_epochs = 25  # epochs that a sliding window stays at its first place
+    sample.sde_window_shift = 1  # steps that a sliding window moves
+    sample.sde_window_roll_back = False  # a sliding window starts again after its last place
+    sample.sde_window_decay = 0.1  # k of exp_decay
+    sample.sde_window_decay_from = 13  # exp_decay: the first start whose stay is shortened
+    sample.ode_solver = "euler"  # of the steps without noise: euler | dpm2m (second order)
+    sample.same_latent = False  # members of a group share their initial noise
+    sample.mini_group_size = 0  # members that share it; 0 = the whole group
+    sample.branching = False  # run the steps before the window once for those that share it
     sample.global_std = True  # advantages divided by the std of all rewards, else the group's
     sample.max_sequence_length = 128  # tokens of the third text encoder (0 = none)
     sample.prompt_cache_size = 4096  # encoded prompts kept in host memory
@@ -90,10 +99,22 @@ def _train() -> ConfigDict:
     train.max_grad_norm = 1.0  # global gradient norm is clipped to this
     train.updates_per_epoch = 2  # optimizer steps per epoch and inner epoch
     train.num_inner_epochs = 1  # passes over the samples of an epoch
-    train.clip_range = 1e-4  # epsilon of the ratio (log-probs are means per element)
+    train.steps_per_update = 0  # trained steps in an update; 0 = all of a sample's
+    train.timestep_fraction = 1.0  # share of num_steps trained, drawn anew every epoch
+    train.adv_type = "grpo"  # grpo | gdpo | reinforce_pp
     train.adv_clip_max = 5.0  # advantages are clipped to +- this
+    train.clip_range = 1e-4  # epsilon of the ratio (log-probs are means per element)
+    train.clip_range_high = 0.0  # upper epsilon where it differs; 0 = clip_range
     train.kl_coef = 0.0  # weight of the KL to the reference
+    train.kl_type = "auto"  # gaussian | velocity | velocity_std; auto = gaussian, for cps velocity
     train.kl_scale = "true"  # true | reference (times dt, as published coefficients assume)
+    train.old_update_freq = 0  # dpo, sft, rwr: updates between renewals of the collecting weights
+    train.draws_per_sample = 1  # dpo, sft, rwr, nft: noise levels drawn for a sample or pair
+    train.dpo_beta = 100.0  # strength of DPO's implicit KL
+    train.rwr_temperature = 1.0  # of the softmax over a group's rewards
+    train.nft_beta = 1.0  # distance of NFT's implicit policies from the collecting one
+    train.nft_old_decay = 0.5  # largest decay of NFT's collecting weights, per epoch
+    train.nft_old_ramp = 0.001  # growth of that decay per update
     train.ratio_tolerance = 1e-4  # |ratio - 1| of an epoch's first update beyond this is an error
     train.gradient_checkpointing = False  # slower, less memory
     train.ema = True  # evaluate and export a moving average of the weights
@@ -149,9 +170,15 @@ def _add_old_names(config: ConfigDict) -> None:
     config.sample.num_batches_per_epoch = placeholder(int)
     config.sample.train_batch_size = placeholder(int)
     config.sample.num_image_per_prompt = placeholder(int)
+    config.sample.mini_num_image_per_prompt = placeholder(int)
+    config.sample.train_num_steps = placeholder(int)
     config.sample.test_batch_size = placeholder(int)
     config.sample.eval_num_steps = placeholder(int)
     config.sample.eval_guidance_scale = placeholder(float)
     config.train.beta = placeholder(float)
+    config.train.algorithm = placeholder(str)
+    config.train.ref_update_step = placeholder(int)
+    config.train.clip_range_lt = placeholder(float)
+    config.train.clip_range_gt = placeholder(float)
     config.train.batch_size = placeholder(int)
     config.train.gradient_accumulation_steps = placeholder(int)

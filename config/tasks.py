@@ -21,3 +21,25 @@ def jpeg(config: ConfigDict) -> None:
     """Make images that JPEG compresses well: a reward that needs no model."""
     config.prompt_fn = "general_ocr"
     config.reward_fn = {"jpeg_compressibility": 1.0}
+
+
+def geneval(config: ConfigDict) -> None:
+    """Show the objects of a prompt in their number, colours and places; scored by a detector."""
+    config.dataset = "dataset/geneval"
+    config.prompt_fn = "geneval"
+    config.reward_fn = {"geneval": 1.0}
+    config.eval.batch_size = 14
+
+
+def pickscore(config: ConfigDict) -> None:
+    """Make images that people prefer; scored by a model of their choices."""
+    config.dataset = "dataset/pickscore"
+    config.prompt_fn = "general_ocr"
+    config.reward_fn = {"pickscore": 1.0}
+
+
+def clipscore(config: ConfigDict) -> None:
+    """Show what a prompt says; scored by the similarity of CLIP's embeddings."""
+    config.dataset = "dataset/pickscore"
+    config.prompt_fn = "general_ocr"
+    config.reward_fn = {"clipscore": 1.0}

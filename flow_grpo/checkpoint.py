@@ -140,15 +140,17 @@ def save_state(
     *,
     names: list[str],
     parameters: list[Tensor],
-    ema: list[Tensor] | None,
+    alternatives: dict[str, list[Tensor]],
     optimizer: torch.optim.Optimizer,
     scaler: dict | None,
 ) -> None:
-    """Write the trained tensors, their average, the optimizer and the scaler below `folder`."""
+    """Write the trained tensors, the optimizer and the scaler below `folder`.
+
+    `alternatives` are named lists of tensors like the trained ones: their average, old weights.
+    """
     folder.mkdir()
-    _save_tensors(folder / "parameters.safetensors", dict(zip(names, parameters, strict=True)))
-    if ema is not None:
-        _save_tensors(folder / "ema.safetensors", dict(zip(names, ema, strict=True)))
+    for name, tensors in {"parameters": parameters, **alternatives}.items():
+        _save_tensors(folder / f"{name}.safetensors", dict(zip(names, tensors, strict=True)))
     moments = {
         f"{index}.{key}": value
         for index, entry in optimizer.state_dict()["state"].items()
@@ -164,7 +166,7 @@ def load_state(
     *,
     names: list[str],
     parameters: list[Tensor],
-    ema: list[Tensor] | None,
+    alternatives: dict[str, list[Tensor]],
     optimizer: torch.optim.Optimizer,
 ) -> dict | None:
     """Copy a saved state into place; return the scaler's state.
@@ -172,9 +174,8 @@ def load_state(
     Raises:
         ValueError: the file was made by a run that trains other parameters.
     """
-    _fill(folder / "parameters.safetensors", names, parameters)
-    if ema is not None:
-        _fill(folder / "ema.safetensors", names, ema)
+    for name, tensors in {"parameters": parameters, **alternatives}.items():
+        _fill(folder / f"{name}.safetensors", names, tensors)
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in load_file(folder / "optimizer.safetensors").items():
         index, name = key.split(".", 1)

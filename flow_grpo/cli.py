@@ -223,15 +223,18 @@ def _is_finished(folder, config: ConfigDict) -> bool:
 
 def _plan(config: ConfigDict, plan) -> str:
     """Return the header that a run starts with."""
-    from flow_grpo.session import reward_weights
+    from flow_grpo.session import reward_weights, updates_per_epoch
 
+    train = config.train
+    names = ("updates_per_epoch", "num_inner_epochs", "steps_per_update")
+    factors = ", ".join(f"{name} {train[name]}" for name in names)
     return (
         f"***** {config.run_name}: {config.algorithm} *****\n"
         f"  images per epoch = {plan.groups_per_epoch} groups x {plan.group_size} = "
         f"{plan.samples_per_epoch}; per rank ({plan.world_size}) {plan.samples_per_rank} "
         f"in {plan.rollout_batches} batches of {plan.batch_size}\n"
-        f"  optimizer steps per epoch = {plan.updates_per_epoch} x "
-        f"{config.train.num_inner_epochs} passes; epochs = {config.num_epochs}\n"
+        f"  optimizer steps per epoch = {updates_per_epoch(config)} ({factors}); "
+        f"epochs = {config.num_epochs}\n"
         f"  rewards = {', '.join(f'{name} ({w})' for name, w in reward_weights(config).items())}; "
         f"run folder = {os.path.join(config.logdir, config.run_name)}\n"
     )

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from flow_grpo import evaluation, seeds
 from flow_grpo.advantages import combine_rewards, zero_std_groups
-from flow_grpo.algorithms.base import Scores
+from flow_grpo.algorithms.base import KEPT, Scores
 from flow_grpo.data import epoch_prompt_indices
+from flow_grpo.epoch_steps import EpochSteps, epoch_steps
 from flow_grpo.rewards.base import Samples
-from flow_grpo.rollout import sample_trajectory
-from flow_grpo.schedules import sde_window
+from flow_grpo.rollout import Trajectory, sample_trajectory
 from flow_grpo.sde import SDES
 from flow_grpo.session import Run
 
@@ -19,56 +19,156 @@ from flow_grpo.session import Run
 class Collected(NamedTuple):
     """One rank's samples of an epoch: what the algorithm keeps, one row a sample."""
 
-    tensors: dict[str, Tensor]  # latents, next_latents, log_probs, reference_velocity
+    tensors: dict[str, Tensor]  # fields of rollout.Trajectory
     sigmas: Tensor  # (T+1,)
-    trained: tuple[int, ...]
+    steps: EpochSteps
     prompts: list[str]  # of the epoch's groups
     pending: list  # reward results to come, one a rollout batch
 
 
+class Rollout(NamedTuple):
+    """What all rollout batches of an epoch have in common."""
+
+    run: Run
+    epoch: int
+    prompts: list[str]  # of the epoch's groups
+    sigmas: Tensor  # (T+1,) on the device
+    steps: EpochSteps
+
+    def velocity(self, numbers, *, weights: str = "current"):
+        """Return velocity(x, sigma, *, replay=False) under the conditions of samples `numbers`."""
+        run = self.run
+        texts = [self.prompts[n // run.plan.group_size] for n in numbers]
+        cond = run.prompt_cache(texts, run.accelerator.device)
+        scale = run.config.sample.guidance_scale
+
+        def velocity(x, sigma, *, replay=False):
+            return run.policy.velocity(x, sigma, cond, scale, weights=weights, replay=replay)
+
+        return velocity
+
+    def first_of(self, number: int) -> int:
+        """Return the first sample that shares the initial noise of sample `number`."""
+        group, member = divmod(number, self.run.plan.group_size)
+        return group * self.run.plan.group_size + member // self.steps.sharing * self.steps.sharing
+
+    def initial(self, numbers) -> Tensor:
+        """Return x at sigma 1 of samples `numbers`, from (seed, epoch, group, member) alone."""
+        run = self.run
+        shape, size = run.model.latent_shape(run.size), run.plan.group_size
+        places = [divmod(self.first_of(n), size) for n in numbers]
+        noise = torch.stack(
+            [
+                seeds.normal(shape, run.config.seed, seeds.INITIAL_NOISE, self.epoch, *place)
+                for place in places
+            ]
+        )
+        return run.model.initial_latents(len(places), run.size, self._sent(noise))
+
+    def step_noises(self, numbers) -> Tensor | None:
+        """Return (b, stochastic steps, *latent): functions of (seed, epoch, group, member, t)."""
+        run = self.run
+        if not self.steps.stochastic:
+            return None
+        shape, seed = run.model.latent_shape(run.size), run.config.seed
+        places = [divmod(n, run.plan.group_size) for n in numbers]
+        noises = [
+            seeds.normal(shape, seed, seeds.STEP_NOISE, self.epoch, *place, t)
+            for place in places
+            for t in self.steps.stochastic
+        ]
+        return self._sent(torch.stack(noises).unflatten(0, (len(places), -1)))
+
+    def prefixes(self, numbers: range) -> dict[int, Tensor]:
+        """Run the steps before the window once for all samples that share their initial noise.
+
+        Returns:
+            {first sample that shares it: x (*latent)}.
+        """
+        size = self.run.plan.batch_size
+        firsts = list(dict.fromkeys(self.first_of(n) for n in numbers))
+        found = {}
+        for start in range(0, len(firsts), size):
+            part = firsts[start : start + size]
+            padded = part + part[:1] * (size - len(part))  # one batch shape, as everywhere
+            x = sample_trajectory(
+                self.velocity(padded),
+                self.initial(padded),
+                self.sigmas,
+                solver=self.run.config.sample.ode_solver,
+                last=self.steps.prefix,
+            ).final
+            found |= dict(zip(part, x, strict=False))
+        return found
+
+    def trajectory(self, numbers: range, prefixes: dict[int, Tensor]) -> Trajectory:
+        """Sample one forward batch, from the branching points if there are some."""
+        config, keeps = self.run.config, self.run.algorithm.keeps
+        if prefixes:
+            x = torch.stack([prefixes[self.first_of(n)] for n in numbers])
+        else:
+            x = self.initial(numbers)
+        reference = None
+        if "reference_velocity" in keeps:
+            reference = self.velocity(numbers, weights="reference")
+        return sample_trajectory(
+            self.velocity(numbers),
+            x,
+            self.sigmas,
+            sde=SDES[config.sample.sde_type],
+            noise_level=config.sample.noise_level,
+            stochastic=self.steps.stochastic,
+            trained=self.steps.trained,
+            noises=self.step_noises(numbers),
+            reference_velocity=reference,
+            keep_means="old_mean" in keeps,
+            solver=config.sample.ode_solver,
+            first=self.steps.prefix,
+        )
+
+    def _sent(self, noise: Tensor) -> Tensor:
+        device = self.run.accelerator.device
+        noise = noise.pin_memory() if device.type == "cuda" else noise
+        return noise.to(device, non_blocking=True)
+
+
 def collect(run: Run, epoch: int, bar) -> Collected:
     """Sample this rank's share of an epoch and hand every batch to the rewards at once."""
-    config, plan, device = run.config, run.plan, run.accelerator.device
+    config, plan = run.config, run.plan
     indices = epoch_prompt_indices(
         len(run.prompts), plan.groups_per_epoch, seed=config.seed, epoch=epoch
     )
-    window = sde_window(
-        config.sample.num_steps,
-        config.sample.sde_window_size,
-        tuple(config.sample.sde_window_range),
-        generator=seeds.generator(config.seed, seeds.WINDOW, epoch),
-    )
-    sigmas = run.model.sigmas(config.sample.num_steps, run.size)
+    chosen = [run.prompts[i] for i in indices]
+    steps = epoch_steps(config, epoch, trains_steps="window" in run.algorithm.keeps)
+    sigmas = run.model.sigmas(config.sample.num_steps, run.size).to(run.accelerator.device)
+    rollout = Rollout(run, epoch, [c.prompt for c in chosen], sigmas, steps)
+    fields = [field for name in sorted(run.algorithm.keeps) for field in KEPT[name]]
     kept, pending = [], []
     first = run.accelerator.process_index * plan.samples_per_rank
-    for start in range(first, first + plan.samples_per_rank, plan.batch_size):
-        numbers = range(start, start + plan.batch_size)
-        chosen = [run.prompts[indices[n // plan.group_size]] for n in numbers]
-        trajectory = _rollout(run, epoch, numbers, [c.prompt for c in chosen], sigmas, window)
-        kept.append(
-            {
-                name: tensor
-                for name in ("latents", "next_latents", "log_probs", "reference_velocity")
-                if (tensor := getattr(trajectory, name)) is not None
-            }
-        )
-        images = run.model.decode(trajectory.final).cpu()
-        batch = Samples(
-            images=images,
-            prompts=[c.prompt for c in chosen],
-            metadata=[c.metadata for c in chosen],
-            reference_images=None,
-            group_ids=torch.tensor([n // plan.group_size for n in numbers]),
-        )
-        pending.append(run.rewards.submit(batch, names=tuple(run.weights)))
-        bar.update(len(numbers))
-        if not bar.disable:
-            bar.set_postfix_str(_running_reward(run, pending))
+    numbers = range(first, first + plan.samples_per_rank)
+    with torch.no_grad(), run.policy.weights(run.algorithm.rollout_weights):
+        prefixes = rollout.prefixes(numbers) if steps.prefix else {}
+        for start in range(0, len(numbers), plan.batch_size):
+            batch = numbers[start : start + plan.batch_size]
+            trajectory = rollout.trajectory(batch, prefixes)
+            kept.append({field: getattr(trajectory, field) for field in fields})
+            groups = [n // plan.group_size for n in batch]
+            samples = Samples(
+                images=run.model.decode(trajectory.final).cpu(),
+                prompts=[chosen[group].prompt for group in groups],
+                metadata=[chosen[group].metadata for group in groups],
+                reference_images=None,
+                group_ids=torch.tensor(groups),
+            )
+            pending.append(run.rewards.submit(samples, names=tuple(run.weights)))
+            bar.update(len(batch))
+            if not bar.disable:
+                bar.set_postfix_str(_running_reward(run, pending))
     return Collected(
-        tensors={name: torch.cat([part[name] for part in kept]) for name in kept[0]},
-        sigmas=sigmas.to(device),
-        trained=window,
-        prompts=[run.prompts[i].prompt for i in indices],
+        tensors={field: torch.cat([part[field] for part in kept]) for field in fields},
+        sigmas=sigmas,
+        steps=steps,
+        prompts=rollout.prompts,
         pending=pending,
     )
 
@@ -79,51 +179,6 @@ def _running_reward(run: Run, pending: list) -> str:
     totals = [combine_rewards(t.values, run.weights, t.states) for t in tables]
     scored = torch.cat([total[valid] for total, valid in totals]) if totals else torch.zeros(0)
     return f"reward {scored.mean():.3f}" if len(scored) else "reward ..."
-
-
-@torch.no_grad()
-def _rollout(run, epoch: int, numbers: range, prompts: list[str], sigmas, window):
-    """Sample one forward batch; its noise is a function of (seed, epoch, group, member, t)."""
-    config, plan, device = run.config, run.plan, run.accelerator.device
-    shape, seed = run.model.latent_shape(run.size), config.seed
-    places = [divmod(n, plan.group_size) for n in numbers]
-    initial, steps = [], []
-    for group, member in places:
-        own = 0 if config.sample.same_latent else member
-        initial.append(seeds.normal(shape, seed, seeds.INITIAL_NOISE, epoch, group, own))
-        steps.append(
-            torch.stack(
-                [
-                    seeds.normal(shape, seed, seeds.STEP_NOISE, epoch, group, member, t)
-                    for t in window
-                ]
-            )
-        )
-    noise, noises = torch.stack(initial), torch.stack(steps)
-    if device.type == "cuda":
-        noise, noises = noise.pin_memory(), noises.pin_memory()
-    x = run.model.initial_latents(len(numbers), run.size, noise.to(device, non_blocking=True))
-    cond = run.prompt_cache(prompts, device)
-    scale = config.sample.guidance_scale
-
-    def velocity(x, sigma, *, replay):
-        return run.policy.velocity(x, sigma, cond, scale, replay=replay)
-
-    def reference_velocity(x, sigma):
-        return run.policy.velocity(x, sigma, cond, scale, weights="reference")
-
-    keeps_reference = "reference_velocity" in run.algorithm.keeps
-    return sample_trajectory(
-        velocity,
-        x,
-        sigmas.to(device),
-        sde=SDES[config.sample.sde_type],
-        noise_level=config.sample.noise_level,
-        stochastic=window,
-        trained=window,
-        noises=noises.to(device, non_blocking=True),
-        reference_velocity=reference_velocity if keeps_reference else None,
-    )
 
 
 def score(run: Run, collected: Collected) -> tuple[Scores, dict[str, float]]:
@@ -147,14 +202,30 @@ def score(run: Run, collected: Collected) -> tuple[Scores, dict[str, float]]:
             f"no sample of epoch {run.state.epoch} has a reward; reasons: "
             f"{'; '.join(sorted(reasons - {''})[:3]) or 'see the other ranks'}"
         )
-    if run.config.control == "permute_rewards":
-        order = seeds.permutation(len(total), run.config.seed, seeds.PERMUTE, run.state.epoch)
-        total, valid = total[order], valid[order]
-        values = {name: column[order] for name, column in values.items()}
-        states = {name: column[order] for name, column in states.items()}
     group_ids = torch.arange(len(total)) // run.plan.group_size
+    weights = {name: torch.full_like(total, weight) for name, weight in run.weights.items()}
     metrics = evaluation.summarise(values, states, run.weights, prefix="reward/")
     metrics = {name: value for name, value in metrics.items() if not name.endswith("_stderr")}
     metrics["reward/std"] = total[valid].std(correction=0).item()
     metrics["group/zero_std_fraction"] = zero_std_groups(total, group_ids, valid)
-    return Scores(values, run.weights, states, total, valid, group_ids), metrics
+    scores = Scores(values, weights, states, total, valid, group_ids)
+    return _controlled(run, scores), metrics
+
+
+def _controlled(run: Run, scores: Scores) -> Scores:
+    """Return what the algorithm is told: in runs that must not learn, something else."""
+    if run.config.control == "permute_rewards":
+        order = seeds.permutation(
+            len(scores.total), run.config.seed, seeds.PERMUTE, run.state.epoch
+        )
+        return scores._replace(
+            values={name: column[order] for name, column in scores.values.items()},
+            states={name: column[order] for name, column in scores.states.items()},
+            total=scores.total[order],
+            valid=scores.valid[order],
+        )
+    if run.config.control == "flip_advantages":
+        return scores._replace(
+            values={name: -column for name, column in scores.values.items()}, total=-scores.total
+        )
+    return scores

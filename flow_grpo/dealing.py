@@ -15,36 +15,47 @@ from flow_grpo.batching import deal
 class Share(NamedTuple):
     """Hold one rank's rows of one update, padded to whole batches; every rank has as many."""
 
-    sample: Tensor  # (p,) int64, global index
-    step: Tensor  # (p,) int64
+    rows: Rows  # p of them
     weight: Tensor  # (p,) float32, 0 for padding
+
+    def part(self, start: int, stop: int) -> "Share":
+        """Return the rows start ... stop - 1."""
+        return Share(self.rows.pick(torch.arange(start, stop)), self.weight[start:stop])
 
 
 def cut(rows: Rows, num_updates: int) -> list[Rows]:
-    """Split rows by sample into `num_updates` parts of like size, fewer if samples are few.
+    """Split rows by their first sample into `num_updates` parts of like size, fewer if few.
 
     Sample number i (of those that have rows) goes to update i mod num_updates: contiguous dealing
     of samples to ranks then leaves nearly all of them where they are.
     """
-    samples, place = rows.sample.unique(return_inverse=True)
+    samples, place = rows.samples[:, 0].unique(return_inverse=True)
     num_updates = min(num_updates, len(samples))
-    parts = [place % num_updates == update for update in range(num_updates)]
-    return [Rows(rows.sample[part], rows.step[part]) for part in parts]
+    return [rows.pick(place % num_updates == update) for update in range(num_updates)]
+
+
+def cut_steps(rows: Rows, num_steps: int, steps_per_update: int) -> list[Rows]:
+    """Split rows into updates of `steps_per_update` trained steps each, noisy first; 0 = one."""
+    if not steps_per_update:
+        return [rows]
+    chunk = rows.columns["step"] // steps_per_update
+    parts = [rows.pick(chunk == c) for c in range(-(-num_steps // steps_per_update))]
+    return [part for part in parts if len(part.samples)]
 
 
 def shares(rows: Rows, world_size: int, batch_size: int) -> list[Share]:
-    """Deal one update's rows: each rank gets a run of samples, ordered by step, then sample.
+    """Deal one update's rows: each rank gets a run of samples, ordered by step or draw, then them.
 
     All ranks get the same number of rows, a multiple of batch_size: short ones repeat their first
     row (or row 0) with weight 0.
     """
-    samples, place = rows.sample.unique(return_inverse=True)
+    samples, place = rows.samples[:, 0].unique(return_inverse=True)
+    inner = rows.columns.get("step", rows.columns.get("draw"))
     picked = []
     for rank in range(world_size):
         own = deal(len(samples), world_size, rank)
         index = ((place >= own.start) & (place < own.stop)).nonzero().flatten()
-        order = torch.argsort(rows.step[index], stable=True)
-        picked.append(index[order])
+        picked.append(index[torch.argsort(inner[index], stable=True)])
     length = -(-max(len(index) for index in picked) // batch_size) * batch_size
     padded = []
     for index in picked:
@@ -52,7 +63,7 @@ def shares(rows: Rows, world_size: int, batch_size: int) -> list[Share]:
         full = torch.cat([index, filler.expand(length - len(index))])
         weight = torch.zeros(length)
         weight[: len(index)] = 1.0
-        padded.append(Share(rows.sample[full], rows.step[full], weight))
+        padded.append(Share(rows.pick(full), weight))
     return padded
 
 
@@ -67,7 +78,7 @@ def exchange(
         samples_per_rank: sample i lies on rank i // samples_per_rank.
         rank: this process.
     """
-    needed = [share.sample.unique() for share in all_shares]
+    needed = [share.rows.samples.unique() for share in all_shares]
     mine = needed[rank]
     owner = mine // samples_per_rank
     result = {

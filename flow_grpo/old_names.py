@@ -8,11 +8,17 @@ updates = nb/ga (reference `config/grpo.py`, and the guide's "important hyper-pa
 from ml_collections import ConfigDict
 
 RENAMED = {
+    "train.algorithm": "algorithm",
     "sample.num_image_per_prompt": "sample.group_size",
+    "sample.mini_num_image_per_prompt": "sample.mini_group_size",
+    "sample.train_num_steps": "sample.sde_window_size",
     "sample.test_batch_size": "eval.batch_size",
     "sample.eval_num_steps": "eval.num_steps",
     "sample.eval_guidance_scale": "eval.guidance_scale",
-    "train.beta": "train.kl_coef",
+    "train.beta": "train.kl_coef",  # but for DPO, whose beta is another one
+    "train.clip_range_lt": "train.clip_range",
+    "train.clip_range_gt": "train.clip_range_high",
+    "train.ref_update_step": "train.old_update_freq",
 }
 BATCH_SIZES = ("sample.train_batch_size", "train.batch_size")
 COUNTS = ("sample.num_batches_per_epoch", "train.gradient_accumulation_steps")
@@ -35,6 +41,8 @@ def translate_old_names(config: ConfigDict, world_size: int) -> dict[str, str]:
     messages = {}
     for old, new in RENAMED.items():
         if old in given:
+            if old == "train.beta" and config.algorithm == "dpo":
+                new = "train.dpo_beta"
             _set(config, new, given[old])
             messages[old] = f"{new} = {given[old]}"
     if any(name in given for name in (*BATCH_SIZES, *COUNTS, "sample.num_image_per_prompt")):
@@ -101,5 +109,5 @@ def _get(config, dotted):
 
 
 def _set(config, dotted, value) -> None:
-    section, name = dotted.split(".")
-    config[section][name] = value
+    *section, name = dotted.split(".")
+    (config[section[0]] if section else config)[name] = value

@@ -15,7 +15,7 @@ from flow_grpo import lora, seeds
 from flow_grpo.ema import Ema
 from flow_grpo.models.base import Cond, FlowModel
 
-WEIGHTS = ("current", "reference", "ema")
+WEIGHTS = ("current", "reference", "old", "ema")
 MAX_SKIPPED_STEPS = 5  # in a row, by the gradient scaler
 
 
@@ -29,8 +29,18 @@ class StepResult(NamedTuple):
 class Policy:
     """Trained transformer of a model, with its optimizer, average and reference."""
 
-    def __init__(self, model: FlowModel, config, accelerator):
-        """Add the adapter (or unfreeze everything), freeze what gets no gradient, and wrap."""
+    def __init__(
+        self,
+        model: FlowModel,
+        config,
+        accelerator,
+        *,
+        keeps: frozenset[str] = frozenset(("reference",)),
+    ):
+        """Add the adapter (or unfreeze everything), freeze what gets no gradient, and wrap.
+
+        `keeps` names the other weights that will be asked for: "reference", "old".
+        """
         self.model, self.accelerator = model, accelerator
         self.use_lora = config.use_lora
         self._train = config.train
@@ -55,9 +65,20 @@ class Policy:
         self.module, self.optimizer = accelerator.prepare(transformer, optimizer)
         self.module.eval()  # the published models have no dropout; replay must match rollout
         self.ema = Ema(self.parameters, config.train.ema_decay) if config.train.ema else None
-        keep_start = not self.use_lora and config.train.kl_coef > 0
-        self._start = [p.detach().clone() for p in self.parameters] if keep_start else None
+        self._start = self._copy() if "reference" in keeps and not self.use_lora else None
+        self.old = self._copy() if "old" in keeps else None
+        self._aside: dict[str, list[Tensor]] = {}  # current weights while others are in place
         self._skipped_in_a_row = 0
+
+    def _copy(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.parameters]
+
+    @property
+    def alternatives(self) -> dict[str, list[Tensor]]:
+        """Return the tensors besides the trained ones that a run resumes from, by name."""
+        average = None if self.ema is None else self.ema.tensors
+        named = {"ema": average, "old": self.old}
+        return {name: tensors for name, tensors in named.items() if tensors is not None}
 
     def velocity(
         self,
@@ -76,12 +97,15 @@ class Policy:
             sigma: (b,) float32.
             cond: b samples.
             guidance_scale: above 1, classifier-free guidance.
-            weights: one of `WEIGHTS`; reference = adapter off, or the start weights.
+            weights: one of `WEIGHTS`; reference = adapter off, or the start weights. Those of
+                others than the current ones are detached, and must be asked for before the
+                forward that is to have a gradient.
             replay: run the graph that training runs, and detach: a rollout step that will be
                 trained must see exactly the numbers that the update sees.
         """
         if not replay:
-            with self.weights(weights):
+            grad = weights == "current" and torch.is_grad_enabled()
+            with self.weights(weights), torch.set_grad_enabled(grad):
                 return self.model.velocity(self.module, x, sigma, cond, guidance_scale)
         with self.weights(weights), torch.enable_grad(), self.accumulate(sync=False):
             return self.model.velocity(self.module, x, sigma, cond, guidance_scale).detach()
@@ -98,18 +122,19 @@ class Policy:
         if name == "current":
             yield
             return
-        tensors = self.ema and self.ema.tensors if name == "ema" else self._start
+        average = self.ema and self.ema.tensors
+        tensors = {"ema": average, "old": self.old, "reference": self._start}[name]
         if tensors is None:
-            raise ValueError(
-                f"there are no {name!r} weights: set "
-                + ("train.ema" if name == "ema" else "train.kl_coef above 0 in full training")
-            )
-        current = [p.detach().clone() for p in self.parameters]
+            hint = "set train.ema" if name == "ema" else "the algorithm does not name them"
+            raise ValueError(f"there are no {name!r} weights: {hint}")
+        if name not in self._aside:
+            self._aside[name] = self._copy()
+        torch._foreach_copy_(self._aside[name], [p.detach() for p in self.parameters])
         self.assign(tensors)
         try:
             yield
         finally:
-            self.assign(current)
+            self.assign(self._aside[name])
 
     @contextmanager
     def _adapter_off(self):
@@ -128,6 +153,12 @@ class Policy:
     def assign(self, tensors: list[Tensor]) -> None:
         """Copy `tensors` into the trained parameters, in place."""
         torch._foreach_copy_(self.parameters, tensors)
+
+    @torch.no_grad()
+    def renew_old(self, decay: float) -> None:
+        """Make the old weights decay * old + (1 - decay) * current, if there are some."""
+        if self.old is not None and decay < 1:
+            torch._foreach_lerp_(self.old, [p.detach() for p in self.parameters], 1 - decay)
 
     def accumulate(self, *, sync: bool):
         """Return the context of a forward and backward; only the last of an update syncs."""

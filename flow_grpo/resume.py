@@ -21,7 +21,7 @@ def save(run: Run) -> None:
             path / checkpoint.STATE,
             names=policy.names,
             parameters=policy.parameters,
-            ema=policy.ema and policy.ema.tensors,
+            alternatives=policy.alternatives,
             optimizer=policy.optimizer,
             scaler=run.accelerator.scaler and run.accelerator.scaler.state_dict(),
         )
@@ -57,7 +57,7 @@ def restore(run: Run) -> int:
         path / checkpoint.STATE,
         names=policy.names,
         parameters=policy.parameters,
-        ema=policy.ema and policy.ema.tensors,
+        alternatives=policy.alternatives,
         optimizer=policy.optimizer,
     )
     if scaler is not None and run.accelerator.scaler is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 # Stream ids are part of a run's identity: append new ones, never renumber.
 PROMPTS, INITIAL_NOISE, STEP_NOISE, WINDOW, EVAL_NOISE, ROWS, ADAPTER_INIT, PERMUTE = range(8)
+TRAINED_STEPS, FORWARD_NOISE = 8, 9
 
 
 def generator(

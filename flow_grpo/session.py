@@ -10,14 +10,15 @@ from accelerate.utils import broadcast_object_list
 from flow_grpo import registry
 from flow_grpo.batching import BatchPlan, plan_batches
 from flow_grpo.data import Prompt, load_prompts
+from flow_grpo.epoch_steps import check_steps, epoch_steps
 from flow_grpo.models.base import FlowModel, PromptCache
 from flow_grpo.models.loading import half_precision_dtype, resolve_model
 from flow_grpo.old_names import translate_old_names
 from flow_grpo.policy import Policy
 from flow_grpo.rewards.client import RewardClient
-from flow_grpo.schedules import learning_rate, sde_window
-from flow_grpo.sde import SDES
-from flow_grpo.seeds import WINDOW, generator
+from flow_grpo.schedules import learning_rate
+from flow_grpo.sde import SDES, SOLVERS
+from flow_grpo.settings import Recorded, refuse_unread
 from flow_grpo.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ AT_LEAST = {
     "num_checkpoint_limit": 1,
     "sample.prompt_cache_size": 1,
     "train.num_inner_epochs": 1,
+    "train.steps_per_update": 0,
+    "train.clip_range_high": 0.0,
+    "train.old_update_freq": 0,
+    "train.draws_per_sample": 1,
+    "sample.noise_level": 0.0,
     "train.lora_rank": 1,
     "train.learning_rate": 0.0,
     "train.kl_coef": 0.0,
@@ -42,6 +48,7 @@ AT_LEAST = {
 # 0 would silently stop learning; a large number switches a clip off.
 ABOVE_ZERO = (
     "train.clip_range",
+    "train.dpo_beta",
     "train.adv_clip_max",
     "train.max_grad_norm",
     "train.lora_alpha",
@@ -113,12 +120,10 @@ def check_config(config, world_size: int) -> BatchPlan:
     )
     if config.sample.sde_type not in SDES:
         raise ValueError(registry.unknown("sample.sde_type", config.sample.sde_type, SDES))
-    if not 0 < config.sample.noise_level < math.inf:
-        raise ValueError(
-            f"sample.noise_level ({config.sample.noise_level}) must be above 0 in training: "
-            "without noise there is no log-probability; published values are 0.7 to 0.9"
-        )
-    _check_window(config)
+    if config.sample.ode_solver not in SOLVERS:
+        raise ValueError(registry.unknown("sample.ode_solver", config.sample.ode_solver, SOLVERS))
+    _check_numbers(config)
+    _check_algorithm(config)
     learning_rate(
         0,
         peak=config.train.learning_rate,
@@ -126,7 +131,6 @@ def check_config(config, world_size: int) -> BatchPlan:
         total_updates=total_updates(config),
         schedule=config.train.lr_schedule,
     )
-    _check_numbers(config)
     half_precision_dtype(config.mixed_precision)
     resolve_model(config.pretrained.model)
     parts = Path(config.run_name).parts
@@ -137,7 +141,6 @@ def check_config(config, world_size: int) -> BatchPlan:
         )
     if config.control not in CONTROLS:
         raise ValueError(registry.unknown("control", config.control, CONTROLS))
-    registry.load(ALGORITHMS, config.algorithm)(config)
     if not any(config.reward_fn.values()):
         raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
     for name in reward_weights(config):
@@ -178,20 +181,19 @@ def _check_scope(name: str, reward: type, plan: BatchPlan) -> None:
         )
 
 
-def _check_window(config) -> None:
-    """Raise ValueError for a window that no epoch of this run could draw."""
-    window_range = tuple(config.sample.sde_window_range)
-    if len(window_range) != 2 or not all(isinstance(place, int) for place in window_range):
-        raise ValueError(
-            f"sample.sde_window_range {window_range} must be two step indices, such as "
-            f"(0, {config.sample.num_steps - 1})"
-        )
-    sde_window(
-        config.sample.num_steps,
-        config.sample.sde_window_size,
-        window_range,
-        generator=generator(config.seed, WINDOW),
-    )
+def _check_algorithm(config) -> None:
+    """Raise ValueError for what the algorithm cannot do and for a setting that nothing reads."""
+    recorded = Recorded(config)
+    algorithm = registry.load(ALGORITHMS, config.algorithm)(recorded)
+    trains_steps = "window" in algorithm.keeps
+    check_steps(config, trains_steps=trains_steps)
+    steps = epoch_steps(recorded, 0, trains_steps=trains_steps)
+    seen = recorded.seen
+    if trains_steps:
+        seen.add("train.steps_per_update")
+    if steps.stochastic:
+        seen.add("sample.sde_type")
+    refuse_unread(config, seen)
 
 
 def reward_weights(config) -> dict[str, float]:
@@ -199,9 +201,18 @@ def reward_weights(config) -> dict[str, float]:
     return {name.replace("/", "."): weight for name, weight in config.reward_fn.items()}
 
 
+def updates_per_epoch(config) -> int:
+    """Return the optimizer steps of an epoch that trains on all of its samples."""
+    train, chunks = config.train, 1
+    if train.steps_per_update:
+        num_trained = len(epoch_steps(config, 0, trains_steps=True).trained)
+        chunks = -(-num_trained // train.steps_per_update)
+    return train.updates_per_epoch * train.num_inner_epochs * chunks
+
+
 def total_updates(config) -> int:
     """Return the optimizer steps of a whole run."""
-    return config.num_epochs * config.train.updates_per_epoch * config.train.num_inner_epochs
+    return config.num_epochs * updates_per_epoch(config)
 
 
 def usable_prompts(config, split: str) -> list[Prompt]:
@@ -241,7 +252,7 @@ def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder
         model = adapter.load(config, accelerator.device)
     size = (config.resolution, config.resolution)
     model.check_size(size)
-    policy = Policy(model, config, accelerator)
+    policy = Policy(model, config, accelerator, keeps=algorithm.weights)
     guided = max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
     cache = PromptCache(
         model, policy.module, size=size, negative="" if guided else None,

@@ -55,7 +55,7 @@ def dump(case: str, arguments: list[str], out: Path, num_epochs: int = 2) -> Non
         save_file({k: t.detach().contiguous() for k, t in tensors.items()}, f"{stem}.safetensors")
         texts = {
             "prompts": [prompt for samples in sampled for prompt in samples.prompts],
-            "trained": collected.trained,
+            "trained": collected.steps.trained,
             "metrics": metrics,
             "evaluation": evaluation.evaluate(run, bar.update)[0],
         }

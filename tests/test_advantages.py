@@ -6,8 +6,12 @@ from flow_grpo.advantages import (
     FAILED,
     NOT_APPLICABLE,
     OK,
+    best_of_group,
     combine_rewards,
     group_advantages,
+    group_softmax,
+    preference_pairs,
+    reinforce_advantages,
     zero_std_groups,
 )
 from flow_grpo.rewards.base import State
@@ -106,6 +110,107 @@ def test_zero_std_groups_is_the_share_of_groups_that_teach_nothing():
     valid = [True] * 6 + [False, True]
     assert zero_std_groups(rewards, ids, valid) == 0.75  # only group 1 differs
     assert zero_std_groups([0.0, 1.0], [0, 0]) == 0.0
+
+
+def test_reinforce_scales_by_all_valid_rewards():
+    # 1, 3, 0, 4 -> mean 2, population variance (1 + 1 + 4 + 4) / 4 = 2.5; no groups.
+    advantages = reinforce_advantages([1, 3, 0, 4], epsilon=0.0)
+    assert advantages.tolist() == pytest.approx([-(2.5**-0.5), 2.5**-0.5, -(1.6**0.5), 1.6**0.5])
+    assert advantages.dtype == torch.float64
+    # A failed one: 1, 5 -> mean 3, std 2, epsilon 0.5 more.
+    valid = [True, False, True, False]
+    advantages = reinforce_advantages([1, NAN, 5, 9], valid=valid, epsilon=0.5)
+    assert advantages.tolist() == [-0.8, 0.0, 0.8, 0.0]
+    # 99 zeros and a one: 0.99 / sqrt(0.0099) = 9.9.
+    assert reinforce_advantages([0.0] * 99 + [1.0], clip=5.0)[-1] == 5.0
+    assert reinforce_advantages([0.0] * 99 + [-1.0], clip=5.0)[-1] == -5.0
+
+
+def test_reinforce_gives_equal_rewards_exactly_0():
+    for dtype in (np.float32, np.float64):
+        for count in (1, 7):
+            rewards = np.array([0.7] * count + [NAN], dtype=dtype)
+            valid = [True] * count + [False]
+            assert not reinforce_advantages(rewards, valid=valid, epsilon=0.0).any()
+    assert reinforce_advantages([NAN, NAN], valid=[False, False]).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="non-finite"):
+        reinforce_advantages([1.0, NAN])
+    with pytest.raises(ValueError, match="equal length"):
+        reinforce_advantages([1.0, 2.0], valid=[True])
+
+
+def test_best_of_group_marks_every_maximum_among_unequal_rewards():
+    rewards = [1.0, 5.0, 5.0, NAN, 2.0, 2.0, 9.0, -1.0, -3.0]
+    ids = [7, 7, 7, 7, 3, 3, 3, 0, 0]
+    valid = [True] * 3 + [False] + [True] * 2 + [False] + [True] * 2
+    # Group 7: two at 5. Group 3: 2 = 2, its 9 failed. Group 0: -1.
+    expected = [0, 1, 1, 0, 0, 0, 0, 1, 0]
+    best = best_of_group(rewards, ids, valid=valid)
+    assert best.dtype == torch.float64
+    assert best.tolist() == expected
+    assert best_of_group([4.0], [0]).tolist() == [0.0]
+    # A failed sample is none of the best, even where 0 stands for its score and 0 is the maximum.
+    assert best_of_group([NAN, -2.0, 0.0], [0] * 3, valid=[False, True, True]).tolist() == [
+        0.0,
+        0.0,
+        1.0,
+    ]
+
+
+def test_group_softmax_is_the_softmax_times_the_number_of_valid_members():
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(40, generator=generator, dtype=torch.float64)
+    ids = torch.randint(5, (40,), generator=generator)
+    valid = torch.rand(40, generator=generator) > 0.3
+    for temperature in (0.2, 1.0, 3.0):
+        weights = group_softmax(
+            torch.where(valid, rewards, NAN), ids, temperature=temperature, valid=valid
+        )
+        assert not weights[~valid].any()
+        for group in range(5):
+            own = valid & (ids == group)
+            expected = torch.softmax(rewards[own] / temperature, 0) * own.sum()
+            torch.testing.assert_close(weights[own], expected, rtol=1e-12, atol=0)
+
+
+def test_group_softmax_of_equal_rewards_is_0_and_of_large_ones_finite():
+    assert group_softmax([0.7, 0.7, 5.0], [0, 0, 1], temperature=1.0).tolist() == [0.0, 0.0, 0.0]
+    invalid = group_softmax([NAN, NAN, 1.0], [0, 0, 1], temperature=1.0, valid=[False, False, True])
+    assert invalid.tolist() == [0.0, 0.0, 0.0]
+    assert group_softmax([1e6, -1e6, 1e6], [0] * 3, temperature=0.1).tolist() == [1.5, 0.0, 1.5]
+    for temperature in (0.0, -1.0):
+        with pytest.raises(ValueError, match=r"temperature is .*; it must be positive"):
+            group_softmax([1.0], [0], temperature=temperature)
+
+
+def test_preference_pairs_are_the_first_best_and_the_first_worst_of_a_group():
+    #          group 8 ........  group 2: equal  group 5 ...............  group 1: one valid
+    rewards = [3.0, 1.0, 3.0, 1.0, 0.7, 0.7, -2.0, NAN, -1.0, -4.0, -4.0, 6.0, NAN]
+    ids = [8, 8, 8, 8, 2, 2, 5, 5, 5, 5, 5, 1, 1]
+    valid = np.isfinite(rewards)
+    winners, losers = preference_pairs(rewards, ids, valid=valid)
+    assert winners.dtype == losers.dtype == torch.int64
+    assert winners.tolist() == [8, 0]  # -1 in group 5, then the first 3 in group 8
+    assert losers.tolist() == [9, 1]  # the first -4, the first 1
+    assert [list(p) for p in preference_pairs([1.0, 1.0], [0, 0])] == [[], []]
+    assert [list(p) for p in preference_pairs([NAN, 1.0], [0, 0], valid=[False, True])] == [[], []]
+    assert [list(p) for p in preference_pairs([], [])] == [[], []]
+
+
+def test_preference_pairs_agree_with_a_search():
+    generator = np.random.default_rng(3)
+    rewards, ids = generator.integers(4, size=60) / 7, generator.integers(20, size=60)
+    valid = generator.random(60) > 0.3
+    expected = []
+    for group in range(20):
+        own = [i for i in range(60) if ids[i] == group and valid[i]]
+        if len({rewards[i] for i in own}) > 1:
+            expected.append(
+                (max(own, key=lambda i: rewards[i]), min(own, key=lambda i: rewards[i]))
+            )
+    winners, losers = preference_pairs(np.where(valid, rewards, NAN), ids, valid=valid)
+    assert list(zip(winners.tolist(), losers.tolist())) == expected
+    assert 5 < len(expected) < 20
 
 
 def combine(values, weights, states):

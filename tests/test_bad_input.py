@@ -21,12 +21,13 @@ from flow_grpo.algorithms.grpo import Grpo
 ROOT = Path(__file__).resolve().parents[1]
 GRPO = ROOT / "config" / "grpo.py"
 
+KL = ["--config.train.kl_coef=0.1"]
+
 # What is given, and what the one line must say: what came, what there is, what is nearest.
 MISTAKES = {
     "preset": (["--config", f"{GRPO}:tiny_ocrr"],
                ["unknown preset 'tiny_ocrr'", "general_ocr_sd3", "nearest: tiny_ocr"]),
-    "no preset file": (["--config", "config/grp.py:tiny_ocr"],
-                       ["'config/grp.py'", "e.g. config/grpo.py:tiny_ocr"]),
+    "no file": (["--config", "config/grp.py:tiny_ocr"], ["'config/grp.py'", "e.g. config/grpo.py:"]),
     "key": (["--config.train.learning_rat=1"],
             ["unknown key config.train.learning_rat", "did you mean config.train.learning_rate"]),
     "flag": (["--dryrun"], ["dryrun"]),
@@ -43,7 +44,11 @@ MISTAKES = {
             ["unknown sample.sde_type 'flowsde'", "dance_sde", "did you mean 'flow_sde'?"]),
     "control": (["--config.control=flip"], ["unknown control 'flip'", "flip_advantages"]),
     "tracker": (["--config.trackers=wanb"], ["unknown tracker 'wanb'", "nearest is 'wandb'"]),
-    "kl scale": (["--config.train.kl_scale=tru"], ["train.kl_scale ('tru')", "true, reference"]),
+    "kl scale": ([*KL, "--config.train.kl_type=gaussian", "--config.train.kl_scale=tru"],
+                 ["train.kl_scale ('tru')", "true, reference"]),
+    "kl type": ([*KL, "--config.train.kl_type=vel"], ["('vel')", "auto, gaussian, velocity, vel"]),
+    "unread": (["--config.train.dpo_beta=5"], ["dpo_beta (5.0) is not read by", "default (100.0)"]),
+    "solver": (["--config.sample.ode_solver=heun"], ["'heun'", "euler, dpm2m"]),
     "schedule": (["--config.train.lr_schedule=cosin"], ["'cosin'", "constant, linear, cosine"]),
     "updates": (["--config.train.updates_per_epoch=17"],
                 ["updates_per_epoch (17)", "16 samples", "nearest valid updates_per_epoch is 16"]),
@@ -381,7 +386,8 @@ def test_a_ratio_that_is_not_one_on_policy_stops_with_where_to_look(
     honest = Grpo.loss
 
     def loss(self, policy, rows):
-        return honest(self, policy, rows._replace(old_log_prob=rows.old_log_prob - 0.1))
+        kept = rows.kept | {"log_probs": rows.kept["log_probs"] - 0.1}
+        return honest(self, policy, rows._replace(kept=kept))
 
     monkeypatch.setattr(Grpo, "loss", loss)
     line = train(*tiny_arguments, reward("Contrast")).error

@@ -213,19 +213,23 @@ def trained(seed: int) -> tuple[list[torch.Tensor], torch.optim.AdamW]:
 def test_state_comes_back_bit_for_bit(tmp_path):
     parameters, optimizer = trained(0)
     ema = [p.detach() / 2 for p in parameters]
+    old = [p.detach() / 3 for p in parameters]
     saved = {"scale": 1024.0}
     checkpoint.save_state(
-        tmp_path / "state", names=["a", "b"], parameters=parameters, ema=ema, optimizer=optimizer,
-        scaler=saved,
+        tmp_path / "state", names=["a", "b"], parameters=parameters,
+        alternatives={"ema": ema, "old": old}, optimizer=optimizer, scaler=saved,
     )  # fmt: skip
     others, other_optimizer = trained(1)
     other_ema = [torch.zeros(3, 2), torch.zeros(3, 2)]
+    other_old = [torch.zeros(3, 2), torch.zeros(3, 2)]
     scaler = checkpoint.load_state(
-        tmp_path / "state", names=["a", "b"], parameters=others, ema=other_ema,
-        optimizer=other_optimizer,
+        tmp_path / "state", names=["a", "b"], parameters=others,
+        alternatives={"ema": other_ema, "old": other_old}, optimizer=other_optimizer,
     )  # fmt: skip
     assert scaler == saved
-    for found, wanted in zip([*others, *other_ema], [*parameters, *ema], strict=True):
+    for found, wanted in zip(
+        [*others, *other_ema, *other_old], [*parameters, *ema, *old], strict=True
+    ):
         assert torch.equal(found, wanted)
     for one, other in ((parameters, optimizer), (others, other_optimizer)):  # one more step each
         for parameter in one:
@@ -238,19 +242,19 @@ def test_state_comes_back_bit_for_bit(tmp_path):
 def test_state_of_other_parameters_is_refused(tmp_path):
     parameters, optimizer = trained(0)
     checkpoint.save_state(
-        tmp_path / "state", names=["a", "b"], parameters=parameters, ema=None,
+        tmp_path / "state", names=["a", "b"], parameters=parameters, alternatives={},
         optimizer=optimizer, scaler=None,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"holds other parameters than this run trains, such as b"):
         checkpoint.load_state(
-            tmp_path / "state", names=["a", "c"], parameters=parameters, ema=None,
+            tmp_path / "state", names=["a", "c"], parameters=parameters, alternatives={},
             optimizer=optimizer,
         )  # fmt: skip
 
 
 def test_state_of_another_shape_is_refused(tmp_path):
     parameters, optimizer = trained(0)
-    state = {"names": ["a", "b"], "ema": None, "optimizer": optimizer}
+    state = {"names": ["a", "b"], "alternatives": {}, "optimizer": optimizer}
     checkpoint.save_state(tmp_path / "state", parameters=parameters, scaler=None, **state)
     with pytest.raises(ValueError, match=r"a has shape \(3, 2\), but this run trains \(4, 2\)"):
         checkpoint.load_state(tmp_path / "state", parameters=[torch.zeros(4, 2)] * 2, **state)
@@ -259,7 +263,8 @@ def test_state_of_another_shape_is_refused(tmp_path):
 def test_no_file_is_a_pickle(tmp_path):
     parameters, optimizer = trained(0)
     checkpoint.save_state(
-        tmp_path / "state", names=["a", "b"], parameters=parameters, ema=parameters,
+        tmp_path / "state", names=["a", "b"], parameters=parameters,
+        alternatives={"ema": parameters},
         optimizer=optimizer, scaler={"scale": 2.0},
     )  # fmt: skip
     assert {path.suffix for path in (tmp_path / "state").iterdir()} == {".safetensors", ".json"}

@@ -46,7 +46,7 @@ def test_dry_run_shows_the_plan_and_touches_nothing(train, tmp_path):
     assert outcome.code == 0, outcome.err
     # 24 images; the largest divisor of 24 not above 5 is 4
     assert "6 groups x 4 = 24; per rank (1) 24 in 6 batches of 4" in outcome.out
-    assert "optimizer steps per epoch = 4 x 1 passes" in outcome.out
+    assert "optimizer steps per epoch = 4 (updates_per_epoch 4, num_inner" in outcome.out
     assert "rewards = ocr (1.0)" in outcome.out
     assert list(tmp_path.iterdir()) == []
 

@@ -1,10 +1,13 @@
 """Every preset is locked, plans, and does one real epoch; every field of the base is read."""
 
+import importlib
 import inspect
 import re
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
+from safetensors.torch import load_file
 
 import config.grpo
 from config import base
@@ -13,33 +16,73 @@ from flow_grpo.metrics import flatten
 from flow_grpo.old_names import OLD_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_PRESETS = ("__init__", "base", "models", "tasks")  # what presets are made of
+FILES = {
+    path.stem: importlib.import_module(f"config.{path.stem}")
+    for path in sorted((ROOT / "config").glob("*.py"))
+    if path.stem not in NO_PRESETS
+}
 PRESETS = [
-    name
-    for name, function in inspect.getmembers(config.grpo, inspect.isfunction)
-    if function.__module__ == "config.grpo" and name != "get_config"
+    (file, name)
+    for file, module in FILES.items()
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if function.__module__ == module.__name__ and name != "get_config" and name[0] != "_"
 ]
-# Ranks that a preset's name or first line speaks of.
-RANKS = {"general_ocr_sd3": 32, "general_ocr_sd3_4gpu": 4}
+every_preset = pytest.mark.parametrize(("file", "name"), PRESETS, ids=map(":".join, PRESETS))
 WORLD_SIZES = (1, 8, 32)
+# Rewards whose model is not in the repository: a download or a server.
+OUTSIDE = ("geneval", "pickscore", "clipscore")
+RATIOS = ("grpo", "grpo_guard")  # algorithms that compare the policy with the collecting one
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_locked_everywhere_and_named(name):
-    found = config.grpo.get_config(name)
+def first_line(file: str, name: str) -> str:
+    return inspect.getdoc(getattr(FILES[file], name)).splitlines()[0]
+
+
+def own_ranks(file: str, name: str) -> int:
+    """Return the processes that a preset's first line speaks of."""
+    gpus = re.findall(r"(\d+) GPU", first_line(file, name))
+    return int(gpus[0]) if gpus else 1
+
+
+def usable_rewards(settings: ConfigDict) -> dict[str, float]:
+    return {name: w for name, w in settings.reward_fn.items() if name not in OUTSIDE}
+
+
+@every_preset
+def test_every_preset_is_locked_everywhere_and_named(file, name):
+    found = FILES[file].get_config(name)
     assert found.run_name == name
     sections = [found, *(v for v in found.values() if hasattr(v, "is_locked"))]
     assert len(sections) > 5
     assert all(section.is_locked for section in sections)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_says_in_one_line_what_it_is_for(name):
-    assert re.match(r"[`A-Z].+[.:]", inspect.getdoc(getattr(config.grpo, name)).splitlines()[0])
+@every_preset
+def test_every_preset_says_in_one_line_what_it_is_for_and_on_what(file, name):
+    assert re.match(r"[`A-Z].+\b\d+ (GPU|CPU core)s?\b.*[.:]$", first_line(file, name))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_only_the_fields_of_the_base(name):
-    found = flatten(config.grpo.get_config(name).to_dict())
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_without_a_presets_name_gives_its_own_small_one(file):
+    found = FILES[file].get_config()
+    assert found.run_name.startswith("tiny_")
+    assert found.algorithm == file
+
+
+@every_preset
+def test_a_preset_learns_as_its_file_and_its_name_say(file, name):
+    found = FILES[file].get_config(name)
+    named = [variant for variant in ("rwr", "grpo_guard") if variant in name]
+    assert found.algorithm == (named[0] if named else file)
+    if file in ("dpo", "sft"):
+        assert (found.train.old_update_freq > 0) == ("online" in name)
+    assert ("fast" in name and "nocfg" not in name) <= found.sample.branching
+
+
+@every_preset
+def test_presets_have_only_the_fields_of_the_base(file, name):
+    found = flatten(FILES[file].get_config(name).to_dict())
     known = flatten(base.locked_config().to_dict())
     assert {k for k in found if not k.startswith("reward_fn.")} == {
         k for k in known if not k.startswith("reward_fn.")
@@ -51,18 +94,53 @@ def test_presets_are_made_anew_each_time():
     assert config.grpo.get_config("tiny_ocr").seed == 42
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_plans_for_its_ranks_and_those_that_divide(name):
+@every_preset
+def test_every_preset_plans_for_its_ranks_and_those_that_divide(file, name):
     planned = []
-    for world_size in sorted({*WORLD_SIZES, RANKS.get(name, 1)}):
-        settings = config.grpo.get_config(name)
+    for world_size in sorted({*WORLD_SIZES, own_ranks(file, name)}):
+        settings = FILES[file].get_config(name)
+        settings.reward_fn = {**usable_rewards(settings), "jpeg_compressibility": 1.0}
         samples = settings.sample.groups_per_epoch * settings.sample.group_size
         if samples % world_size == 0:
             plan = session.check_config(settings, world_size)
             assert plan.samples_per_epoch == samples
             assert plan.rollout_batches * plan.batch_size * world_size == samples
             planned.append(world_size)
-    assert RANKS.get(name, 1) in planned
+    assert own_ranks(file, name) in planned
+    assert 1 in planned
+
+
+# Ranks, images a batch, images a prompt, batches, accumulated batches: as published.
+PUBLISHED = {
+    ("grpo", "general_ocr_sd3"): (32, 9, 24, 4, 2),
+    ("grpo", "geneval_sd3"): (32, 9, 24, 4, 2),
+    ("grpo", "pickscore_sd3"): (32, 9, 24, 4, 2),
+    ("grpo", "clipscore_sd3"): (32, 9, 24, 4, 2),
+    ("grpo", "geneval_sd3_fast_nocfg"): (32, 9, 24, 4, 2),
+    ("grpo", "pickscore_sd3_fast_nocfg"): (32, 9, 18, 4, 2),
+    ("grpo", "pickscore_sd3_fast"): (32, 9, 18, 4, 2),  # one prompt a batch, 9 images of it
+    ("grpo", "general_ocr_sd3_4gpu"): (4, 8, 16, 8, 4),
+    ("grpo", "pickscore_sd3_4gpu"): (4, 8, 16, 8, 4),
+    ("grpo", "general_ocr_sd3_1gpu"): (1, 8, 8, 8, 4),
+    ("grpo_guard", "general_ocr_sd3_rationorm"): (16, 9, 24, 8, 4),
+    ("grpo_guard", "pickscore_hps_sd3_ratio_norm"): (16, 9, 24, 8, 4),
+    ("grpo_guard", "geneval_sd3_rationorm"): (16, 9, 24, 8, 4),
+    ("dpo", "geneval_sd3"): (32, 24, 24, 1, 1),
+    ("dpo", "pickscore_sd3"): (32, 24, 24, 1, 1),
+    ("sft", "geneval_sd3"): (32, 24, 24, 1, 1),
+    ("sft", "pickscore_sd3"): (32, 24, 24, 1, 1),
+}
+
+
+@pytest.mark.parametrize(("file", "name"), PUBLISHED, ids=map(":".join, PUBLISHED))
+def test_a_published_preset_cuts_its_epoch_as_the_original_does(file, name):
+    ranks, batch, group, batches, accumulated = PUBLISHED[file, name]
+    settings = FILES[file].get_config(name)
+    settings.reward_fn = {"jpeg_compressibility": 1.0}
+    plan = session.check_config(settings, ranks)
+    assert (plan.group_size, plan.batch_size, plan.rollout_batches) == (group, batch, batches)
+    assert plan.updates_per_epoch == batches // accumulated
+    assert own_ranks(file, name) == ranks
 
 
 def test_the_papers_shape_is_the_default():
@@ -143,25 +221,44 @@ def test_every_field_of_the_base_is_read_somewhere():
     assert unread == []
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_collects_rewards_and_updates_once(name, train, tiny_sd3_t5_dir, tmp_path):
-    settings = config.grpo.get_config(name)
-    weights = ",".join(f"{reward}:{w}" for reward, w in settings.reward_fn.items())
+def small(settings: ConfigDict) -> list[str]:
+    """Return overrides of sizes and counts alone: the sampler, the window and the KL stay."""
+    sample, group_size = settings.sample, 2
+    overrides = {
+        "mixed_precision": "no", "resolution": 32, "num_epochs": 1, "trackers": "none",
+        "sample.num_steps": min(8, sample.num_steps), "sample.groups_per_epoch": 2,
+        "train.updates_per_epoch": min(2, settings.train.updates_per_epoch),
+        "eval.num_steps": 2, "eval.num_prompts": 2, "reward.num_workers": 1,
+    }  # fmt: skip
+    if sample.mini_group_size:
+        group_size = 4
+        overrides["sample.mini_group_size"] = 2
+    if settings.train.draws_per_sample > 2:
+        overrides["train.draws_per_sample"] = 2
+    overrides["sample.group_size"] = group_size
+    # Random weights write nothing, so reading them teaches nothing: something to tell apart.
+    rewards = {**usable_rewards(settings), "odd_rewards:Contrast": 1.0}
+    overrides["reward_fn"] = ",".join(f"{name}:{weight}" for name, weight in rewards.items())
+    return [f"--config.{key}={value}" for key, value in overrides.items()]
+
+
+@every_preset
+def test_every_preset_collects_rewards_and_updates_once(
+    file, name, train, tiny_sd3_t5_dir, tmp_path
+):
+    settings = FILES[file].get_config(name)
     outcome = train(
-        f"--config={ROOT / 'config' / 'grpo.py'}:{name}",
+        f"--config={ROOT / 'config' / file}.py:{name}", *small(settings),
         f"--config.pretrained.model={tiny_sd3_t5_dir}", f"--config.logdir={tmp_path}",
-        "--config.mixed_precision=no", "--config.resolution=32", "--config.num_epochs=1",
-        "--config.sample.groups_per_epoch=2", "--config.sample.group_size=2",
-        f"--config.sample.num_steps={min(8, settings.sample.num_steps)}",
-        "--config.eval.num_steps=2", "--config.eval.num_prompts=2",
-        # Random weights write nothing, so reading them teaches nothing: something to tell apart.
-        f"--config.reward_fn={weights},odd_rewards:Contrast:1.0", "--config.trackers=none",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
+    assert f"***** {name}: {settings.algorithm} *****" in outcome.err
     text = (tmp_path / name / "metrics.jsonl").read_text()
-    for reward in settings.reward_fn:
-        assert f'"reward/{reward}"' in text
-    assert '"train/ratio_dev_first": 0.0' in text
+    for reward, weight in usable_rewards(settings).items():
+        assert f'"{"reward" if weight else "eval"}/{reward}"' in text
+    assert ('"train/ratio_dev_first": 0.0' in text) == (settings.algorithm in RATIOS)
     assert ('"train/kl"' in text) == (settings.train.kl_coef > 0)
     (checkpoint,) = (tmp_path / name / "checkpoints").iterdir()
-    assert (checkpoint / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    adapter = load_file(checkpoint / "lora" / "pytorch_lora_weights.safetensors")
+    # B starts at 0: an update was made, and of more than one matrix.
+    assert sum(bool(t.any()) for key, t in adapter.items() if "lora_B" in key) > 1

@@ -1,13 +1,13 @@
 """Hold the documents to the code: what they name exists, and what they show works."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from config import grpo
 from config.base import locked_config
 from flow_grpo import old_names
 from flow_grpo.rewards.base import Samples, State
@@ -35,9 +35,27 @@ def _has_field(dotted: str) -> bool:
     return True
 
 
-def _presets() -> set[str]:
-    functions = {n.name for n in ast.parse(_read("config/grpo.py")).body if hasattr(n, "args")}
-    return {name for name in functions - {"get_config"} if not name.startswith("_")}
+def _presets(file: str) -> set[str]:
+    """Return the functions of a config file that are presets; none in those that make them up."""
+    functions = {n.name for n in ast.parse(_read(file)).body if hasattr(n, "args")}
+    presets = {name for name in functions - {"get_config"} if not name.startswith("_")}
+    return presets if "get_config" in functions else set()
+
+
+def _config_files() -> list[str]:
+    files = sorted(f"config/{path.name}" for path in (ROOT / "config").glob("*.py"))
+    return [file for file in files if _presets(file)]
+
+
+def _load(file: str, preset: str):
+    return importlib.import_module(f"config.{Path(file).stem}").get_config(preset)
+
+
+def _tables(name: str) -> dict[str, str]:
+    """Return {config file: its table of presets}, by the header's first cell."""
+    found = re.findall(r"^\| `(config/\w+\.py):` \|(.*?)^$", _read(name), flags=re.M | re.S)
+    assert len(found) == len(dict(found))
+    return dict(found)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -70,27 +88,34 @@ def test_every_local_link_leads_somewhere(name):
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_the_table_of_presets_is_complete(name):
-    table = _read(name).split("`config/grpo.py:`")[1].split("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == _presets()
+def test_the_tables_of_presets_are_complete(name):
+    tables = _tables(name)
+    assert sorted(tables) == _config_files()
+    for file, table in tables.items():
+        rows = re.findall(r"^\| `(\w+)` \|", table, flags=re.M)
+        assert len(rows) == len(set(rows))
+        assert set(rows) == _presets(file), file
 
 
 @pytest.mark.parametrize("name", READMES)
 def test_every_preset_in_a_command_loads(name):
-    used = set(re.findall(r"config/grpo\.py:(\w+)", _read(name)))
+    used = set(re.findall(r"(config/\w+\.py):(\w+)", _read(name)))
     assert used
-    assert used <= _presets()
-    for preset in used:
-        grpo.get_config(preset)
+    for file, preset in used:
+        assert preset in _presets(file)
+        _load(file, preset)
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_sizes_in_the_table_of_presets_are_those_of_the_presets(name):
-    rows = re.findall(r"^\| `(\w+)` \|.* (\d+) x (\d+) \|", _read(name), flags=re.M)
-    assert rows
-    for preset, groups, size in rows:
-        sample = grpo.get_config(preset).sample
-        assert (sample.groups_per_epoch, sample.group_size) == (int(groups), int(size)), preset
+def test_sizes_and_rewards_in_the_tables_of_presets_are_those_of_the_presets(name):
+    for file, table in _tables(name).items():
+        rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\| (\d+) x (\d+) \|", table, flags=re.M)
+        assert {row[0] for row in rows} == _presets(file)
+        for preset, rewards, groups, size in rows:
+            config = _load(file, preset)
+            assert set(re.findall(r"`(\w+)`", rewards)) == set(config.reward_fn), preset
+            sample = config.sample
+            assert (sample.groups_per_epoch, sample.group_size) == (int(groups), int(size)), preset
 
 
 def test_both_readmes_show_the_same_commands():

@@ -31,17 +31,50 @@ def test_nothing_given_changes_nothing():
         ("sample__test_batch_size", "eval__batch_size", 5),
         ("sample__eval_num_steps", "eval__num_steps", 28),
         ("sample__eval_guidance_scale", "eval__guidance_scale", 1.5),
+        ("sample__mini_num_image_per_prompt", "sample__mini_group_size", 9),
+        ("sample__train_num_steps", "sample__sde_window_size", 2),
+        ("train__clip_range_lt", "train__clip_range", 1e-5),
+        ("train__clip_range_gt", "train__clip_range_high", 2e-5),
+        ("train__ref_update_step", "train__old_update_freq", 40),
+        ("train__algorithm", "algorithm", "sft"),
     ],
 )
 def test_a_renamed_field_is_written_and_logged_under_its_new_name(old, new, value):
     config, messages = translated(**{old: value})
-    section, name = new.split("__")
-    assert config[section][name] == value
+    *section, name = new.split("__")
+    assert (config[section[0]] if section else config)[name] == value
     assert messages == {old.replace("__", "."): f"{new.replace('__', '.')} = {value}"}
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "kl_coef", "dpo_beta"),
+    # DPO's train.beta is the strength in its sigmoid; everyone else's is the weight of a KL.
+    [("dpo", 0.0, 7.0), ("sft", 7.0, 100.0), ("grpo", 7.0, 100.0)],
+)
+@pytest.mark.parametrize("name", ["algorithm", "train__algorithm"])
+def test_beta_means_what_the_algorithm_calls_beta(algorithm, kl_coef, dpo_beta, name):
+    config = locked_config()
+    if name == "algorithm":
+        config.algorithm = algorithm
+    else:
+        config.train.algorithm = algorithm
+    config.train.beta = 7.0
+    messages = translate_old_names(config, 1)
+    assert (config.train.kl_coef, config.train.dpo_beta) == (kl_coef, dpo_beta)
+    assert messages["train.beta"].split(" = ")[0] == (
+        "train.dpo_beta" if algorithm == "dpo" else "train.kl_coef"
+    )
+
+
+def test_the_references_offline_step_is_never_reached_here_either():
+    config, _ = translated(train__ref_update_step=10_000_000)
+    assert config.train.old_update_freq == 10_000_000
+
+
 def test_all_old_fields_are_unset_afterwards():
-    config, _ = translated(train__beta=0.1, sample__train_batch_size=9, train__batch_size=9)
+    config, _ = translated(
+        train__beta=0.1, train__algorithm="sft", sample__train_batch_size=9, train__batch_size=9
+    )
     for name in OLD_NAMES:
         section, leaf = name.split(".")
         assert config[section][leaf] is None

@@ -152,7 +152,7 @@ def test_the_average_follows_the_weights(build):
 def test_unknown_weights_list_the_known_ones(build):
     policy = build()
     x, sigma, cond = _inputs(policy)
-    with pytest.raises(ValueError, match=r"'best'.*current, reference, ema"):
+    with pytest.raises(ValueError, match=r"'best'.*current, reference, old, ema"):
         policy.velocity(x, sigma, cond, 1.0, weights="best")
 
 

@@ -6,7 +6,18 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from flow_grpo.rollout import sample_trajectory
-from flow_grpo.sde import SDES, Transition, cps, flow_sde, kl, log_prob, ode, sample
+from flow_grpo.sde import (
+    SDES,
+    Transition,
+    cps,
+    diffuse,
+    flow_sde,
+    kl,
+    log_prob,
+    ode,
+    sample,
+    velocity_slope,
+)
 
 # Gaussian data N(M, S0^2): x = (1 - sigma) x_0 + sigma noise is Gaussian at every sigma, so
 # the exact velocity E[noise - x_0 | x] is the regression line.
@@ -173,6 +184,44 @@ def test_everything_is_computed_in_float32(name, dtype):
     assert log_prob(low, x).dtype == kl(low, x).dtype == torch.float32
 
 
+def test_diffuse_is_the_state_whose_exact_velocity_leads_back_to_the_image():
+    x_0, noise, _, sigma, _ = random_state()
+    x = diffuse(x_0, noise, sigma)
+    assert torch.equal(x[0], noise[0])  # sigma 1
+    torch.testing.assert_close(x[2], (x_0[2] + noise[2]) / 2)  # sigma 0.5
+    torch.testing.assert_close(ode(x, noise - x_0, sigma, 0 * sigma), x_0)
+    assert torch.equal(diffuse(x_0, noise, 0 * sigma), x_0)
+    assert diffuse(x_0.double(), noise.double(), sigma).dtype == torch.float32
+    low = diffuse(x_0.bfloat16(), noise.bfloat16(), sigma.double())
+    assert low.dtype == torch.float32
+    assert torch.equal(low, diffuse(x_0.bfloat16().float(), noise.bfloat16().float(), sigma))
+
+
+@pytest.mark.parametrize("noise_level", [0.0, 0.7, 1.3])
+@pytest.mark.parametrize("name", SDES)
+def test_velocity_slope_is_the_gradient_of_the_mean(name, noise_level):
+    # Row 0 begins at sigma 1, row 3 ends at sigma 0.
+    x, v, _, sigma, sigma_next = random_state()
+    v.requires_grad_()
+    step = SDES[name].step(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=0.9601)
+    (gradient,) = torch.autograd.grad(step.mean.sum(), v)
+    slope = velocity_slope(name, sigma, sigma_next, noise_level=noise_level)
+    assert slope.shape == (4,)
+    assert slope.dtype == torch.float32
+    expected = gradient.abs().flatten(1)
+    torch.testing.assert_close(slope[:, None].expand_as(expected), expected, rtol=1e-6, atol=0)
+
+
+def test_velocity_slope_counted_by_hand():
+    # sigma 0.5 to 0.3, noise level 1, dt 0.2. Flow-SDE: dt (1 + 1/2). Dance-SDE:
+    # dt + dt (1 - 0.5) / (2 * 0.5). CPS: cos is 0, so only x_0 = x - 0.5 v is kept, 0.7 of it.
+    state = torch.tensor([0.5]), torch.tensor([0.3])
+    slopes = {name: velocity_slope(name, *state, noise_level=1.0).item() for name in SDES}
+    assert slopes == pytest.approx({"flow_sde": 0.3, "cps": 0.35, "dance_sde": 0.3}, rel=1e-5)
+    first = torch.ones(1), torch.tensor([0.96])
+    assert velocity_slope("flow_sde", *first, noise_level=0.7).item() == pytest.approx(0.04)
+
+
 def random_transition():
     source = torch.Generator().manual_seed(1)
     mean, x_next, reference = torch.randn(3, 4, 3, 4, 4, generator=source)
@@ -219,3 +268,64 @@ def test_each_sde_uses_its_own_form_of_log_prob():
         "cps": False,
         "dance_sde": True,
     }
+
+
+def guard_states(name, num_draws):
+    """Draw x_next of an old policy; a new one's mean differs. All float64 but the steps."""
+    x, v, _, sigma, sigma_next = random_state()
+    sigma_next[3] = 0.004  # CPS has no noise on its way to sigma 0
+    settings = {"noise_level": 0.7, "sigma_max": 0.9601}
+    old = SDES[name].step(x, v, sigma, sigma_next, **settings)
+    drift = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    new = SDES[name].step(x, v + 0.5 * drift, sigma, sigma_next, **settings)
+    old, new = (Transition(step.mean.double(), step.std.double()) for step in (old, new))
+    noise = torch.randn(
+        num_draws, *x.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
+    return old, new, noise
+
+
+def log_ratios(name, old, new, noise):
+    """Return the ratio of flow_grpo's log-probs and that of torch's: (draws, 4)."""
+    x_next = (old.mean + old.std * noise).float()
+    mine = torch.stack(
+        [
+            log_prob(new, each, normalised=SDES[name].normalised)
+            - log_prob(old, each, normalised=SDES[name].normalised)
+            for each in x_next
+        ]
+    )
+    theirs = [Normal(step.mean, step.std).log_prob(x_next.double()) for step in (new, old)]
+    return mine, (theirs[0] - theirs[1]).mean((2, 3, 4))
+
+
+@pytest.mark.parametrize("name", SDES)
+def test_a_log_ratio_freed_of_its_bias_is_the_noise_times_the_change_of_the_mean(name):
+    old, new, noise = guard_states(name, num_draws=50)
+    change = new.mean - old.mean
+    std = old.std.flatten()
+    expected = (noise * change).mean((2, 3, 4))
+    mine, theirs = log_ratios(name, old, new, noise)
+    bias = change.square().mean((1, 2, 3)) / (2 * std**2)
+    # x_next is rounded to float32 (6e-8): an error of that over std in the noise.
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close((theirs + bias) * std, expected, **tolerance)
+    if not SDES[name].normalised:
+        mine = mine / (2 * std**2)  # the form without std: minus the squared distance
+    torch.testing.assert_close((mine.double() + bias) * std, expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", SDES)
+def test_a_log_ratio_is_biased_by_the_kl_and_freed_of_it_is_not(name):
+    num_draws = 20_000
+    old, new, noise = guard_states(name, num_draws)
+    change, std = new.mean - old.mean, old.std.flatten()
+    plain = (noise * change / old.std - change.square() / (2 * old.std**2)).mean((2, 3, 4))
+    freed = (noise * change).mean((2, 3, 4))
+    # A mean over 48 elements has the std |change| / 48, in units of std for the plain one.
+    deviation = change.flatten(1).norm(dim=1) / 48 / num_draws**0.5
+    assert (freed.mean(0).abs() < 4 * deviation).all()
+    bias = kl(old, new.mean).double()
+    assert ((plain.mean(0) + bias).abs() < 4 * deviation / std).all()
+    # At each of these steps the bias itself is far beyond that.
+    assert (bias > 8 * deviation / std).all()

@@ -18,7 +18,7 @@ class ConstantPolicy:
     def __init__(self, velocity: float):
         self.weight = torch.tensor(velocity, requires_grad=True)
 
-    def velocity(self, x, sigma, cond, guidance_scale):
+    def velocity(self, x, sigma, cond, guidance_scale, *, weights="current"):
         return self.weight.expand_as(x)
 
 
@@ -48,11 +48,13 @@ def batch(advantages, *, velocity=0.0, sde_type="flow_sde", log_ratio=0.0, weigh
     noise = torch.linspace(1, -1, num * 4).reshape(num, *SHAPE) + 0.3
     x_next = sde.sample(transition, noise)
     old = sde.log_prob(transition, x_next, normalised=step.normalised) - log_ratio
+    kept = {"latents": x, "next_latents": x_next, "log_probs": old}
+    if ref is not None:
+        kept["reference_velocity"] = torch.full_like(x, ref)
     return RowBatch(
-        x=x, x_next=x_next, sigma=sigma, sigma_next=sigma_next, sigma_max=torch.tensor(0.9),
-        cond=Cond({"text": torch.zeros(num, 1)}), old_log_prob=old,
+        kept=kept, sigma=sigma, sigma_next=sigma_next, sigma_max=torch.tensor(0.9),
+        cond=Cond({"text": torch.zeros(num, 1)}), columns={}, noise=None,
         advantage=torch.tensor(advantages), weight=torch.tensor(weights or [1.0] * num),
-        reference_velocity=None if ref is None else torch.full_like(x, ref),
     )  # fmt: skip
 
 
@@ -106,8 +108,9 @@ def test_padding_counts_for_nothing():
     rows = batch([1.0, 5.0], weights=[1.0, 0.0])
     loss, _ = algorithm().loss(one, rows)
     loss.backward()
+    kept = {name: tensor[:1] for name, tensor in rows.kept.items()}
     first, _ = algorithm().loss(two, RowBatch(*(c[:1] if torch.is_tensor(c) and c.ndim else c
-                                                for c in rows._replace(cond=None))))  # fmt: skip
+                                                for c in rows._replace(kept=kept))))  # fmt: skip
     first.backward()
     assert loss.item() == pytest.approx(first.item(), rel=1e-6)
     assert one.weight.grad.item() == pytest.approx(two.weight.grad.item(), rel=1e-5)
@@ -143,7 +146,8 @@ def scores(total, valid=None) -> Scores:
     total = torch.tensor(total, dtype=torch.float64)
     valid = torch.ones(len(total), dtype=torch.bool) if valid is None else torch.tensor(valid)
     states = {"r": torch.zeros(len(total), dtype=torch.uint8)}
-    return Scores({"r": total}, {"r": 1.0}, states, total, valid, torch.arange(len(total)) // 2)
+    weights = {"r": torch.ones_like(total)}
+    return Scores({"r": total}, weights, states, total, valid, torch.arange(len(total)) // 2)
 
 
 @pytest.mark.parametrize(("kl_coef", "kept"), [(0.0, [2, 3]), (0.01, [0, 1, 2, 3])])
@@ -152,16 +156,16 @@ def test_rows_without_advantage_are_skipped_unless_a_kl_needs_them(kl_coef, kept
     found = scores([1.0, 1.0, 0.0, 4.0])
     advantages = grpo.advantages(found)
     assert advantages[:2].tolist() == [0.0, 0.0]
-    rows = grpo.rows(advantages, found, num_steps=3, generator=None)
-    assert rows.sample.tolist() == [sample for sample in kept for _ in range(3)]
-    assert rows.step.tolist() == [0, 1, 2] * len(kept)
+    rows = grpo.rows(advantages, found, num_steps=3, sigmas=None, generator=None)
+    assert rows.samples[:, 0].tolist() == [sample for sample in kept for _ in range(3)]
+    assert rows.columns["step"].tolist() == [0, 1, 2] * len(kept)
 
 
 def test_failed_samples_are_never_trained_on():
     grpo = algorithm(kl_coef=0.01)
     found = scores([1.0, 3.0, 0.0, 4.0], [True, True, False, True])
-    rows = grpo.rows(grpo.advantages(found), found, num_steps=1, generator=None)
-    assert rows.sample.tolist() == [0, 1, 3]
+    rows = grpo.rows(grpo.advantages(found), found, num_steps=1, sigmas=None, generator=None)
+    assert rows.samples[:, 0].tolist() == [0, 1, 3]
 
 
 def test_advantages_are_scaled_and_clipped_as_set():
@@ -178,4 +182,4 @@ def test_advantages_are_scaled_and_clipped_as_set():
 
 def test_an_unknown_kl_scale_is_refused():
     with pytest.raises(ValueError, match=r"train.kl_scale \('tru'\) must be one of true, refer"):
-        algorithm(kl_scale="tru")
+        algorithm(kl_coef=0.1, kl_scale="tru")
