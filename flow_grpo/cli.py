@@ -183,6 +183,7 @@ def _train(adapter, config: ConfigDict, accelerator, session) -> int:
     finally:
         if folder is not None:
             folder.close()
+    accelerator.free_memory()  # DDP must not outlive its process group
     accelerator.end_training()
     return 0
 

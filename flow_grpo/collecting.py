@@ -10,7 +10,7 @@ from flow_grpo.advantages import combine_rewards, zero_std_groups
 from flow_grpo.algorithms.base import KEPT, Scores
 from flow_grpo.data import epoch_prompt_indices
 from flow_grpo.epoch_steps import EpochSteps, epoch_steps
-from flow_grpo.rewards.base import Samples
+from flow_grpo.rewards.base import Samples, State
 from flow_grpo.rollout import Trajectory, sample_trajectory
 from flow_grpo.sde import SDES
 from flow_grpo.session import Run
@@ -196,7 +196,7 @@ def score(run: Run, collected: Collected) -> tuple[Scores, dict[str, float]]:
         gathered = run.accelerator.gather(own.to(run.accelerator.device)).cpu()
         values[name], states[name] = gathered[:, 0], gathered[:, 1].to(torch.uint8)
     total, valid = combine_rewards(values, run.weights, states)
-    if not valid.any():
+    if not _usable(run, states, valid):
         reasons = {reason for t in tables for each in t.reasons.values() for reason in each}
         raise ValueError(
             f"no sample of epoch {run.state.epoch} has a reward; reasons: "
@@ -206,10 +206,18 @@ def score(run: Run, collected: Collected) -> tuple[Scores, dict[str, float]]:
     weights = {name: torch.full_like(total, weight) for name, weight in run.weights.items()}
     metrics = evaluation.summarise(values, states, run.weights, prefix="reward/")
     metrics = {name: value for name, value in metrics.items() if not name.endswith("_stderr")}
-    metrics["reward/std"] = total[valid].std(correction=0).item()
+    if valid.any():
+        metrics["reward/std"] = total[valid].std(correction=0).item()
     metrics["group/zero_std_fraction"] = zero_std_groups(total, group_ids, valid)
     scores = Scores(values, weights, states, total, valid, group_ids)
     return _controlled(run, scores), metrics
+
+
+def _usable(run: Run, states: dict[str, Tensor], valid: Tensor) -> bool:
+    """Say whether any sample can be learnt from; GDPO needs no more than one of its rewards."""
+    if run.config.train.adv_type == "gdpo":
+        return any(bool((states[name] == State.OK).any()) for name in run.weights)
+    return bool(valid.any())
 
 
 def _controlled(run: Run, scores: Scores) -> Scores:

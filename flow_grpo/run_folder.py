@@ -87,10 +87,10 @@ class RunFolder:
     def write_summary(self, **facts) -> dict:
         """Write summary.json: what metrics.jsonl says of the run, and `facts`."""
         lines, _ = read_metrics(self.metrics)
-        evaluations = [line for line in lines if "eval/total" in line]
-        updates = [line for line in lines if "reward/total" in line]
+        evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
+        updates = [line for line in lines if "images" in line]
         seconds = sum(v or 0 for x in lines for k, v in x.items() if _is_wall_clock(k))
-        deviations = [x.get("train/ratio_dev_first") or 0.0 for x in updates]
+        deviations = [x.get("train/ratio_dev_first") for x in updates]
         images = sum(line.get("images", 0) for line in updates)
         summary = {
             "eval_before": _evaluation([x for x in evaluations if x["epoch"] == 0][:1]),
@@ -99,7 +99,7 @@ class RunFolder:
             "images": images,
             "seconds": round(seconds, 1),
             "images_per_s": round(images / seconds, 3) if seconds else None,
-            "ratio_dev_first_max": max(deviations, default=None),
+            "ratio_dev_first_max": max((d for d in deviations if d is not None), default=None),
             **facts,
             "versions": versions(),
             "commit": commit(),

@@ -137,6 +137,23 @@ def test_members_without_same_latent_have_noise_of_their_own(tmp_path):
     assert len(first.tensors["latents"][:, 0].unique(dim=0)) == 48
 
 
+def test_the_batch_size_changes_no_sample(tmp_path):
+    settings = {"sample__same_latent": True, "sample__branching": True,
+                "sample__mini_group_size": 4, "sample__sde_window_size": 2,
+                "sample__sde_window_range": (1, 4)}  # fmt: skip
+    found = []
+    for batch_size in (48, 12, 2):
+        config = toy.config(tmp_path, **settings, sample__batch_size=batch_size)
+        run = toy.build(config)
+        bar = progress_bar(run.accelerator, "rollout", 1)
+        found.append(collecting.collect(run, 0, bar).tensors)
+        run.rewards.close()
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            assert torch.equal(other[name], tensor), name
+    assert len(found[0]["next_latents"][:, 0].unique(dim=0)) == 48
+
+
 def test_ranks_that_cut_a_mini_group_run_its_prefix_each_and_sample_the_same(
     branching_config, make_run
 ):

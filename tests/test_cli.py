@@ -237,3 +237,14 @@ def test_a_second_ctrl_c_stops_at_once(slow_arguments, tmp_path):
     assert "the same command resumes" in err
     assert "Traceback" not in err
     assert checkpoint.newest(tmp_path / "runs" / "run" / "checkpoints") is None
+
+
+def test_a_script_started_from_anywhere_ends_with_one_line(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "train_sd3.py"),
+               "--config", f"{ROOT / 'config' / 'grpo.py'}:tiny_ocrr"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: unknown preset 'tiny_ocrr'")

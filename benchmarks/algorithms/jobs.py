@@ -24,16 +24,17 @@ COMMON = {
     "reward.num_workers": 2,
 }
 QUICKSTART = "config/grpo.py:tiny_ocr"
-FLOW_SDE_PRESET = "config/grpo.py:tiny_flow_sde"
-GUARD_PRESET = "config/grpo_guard.py:tiny_guard"
+GUARD_CPS_PRESET = "config/grpo_guard.py:tiny_guard_cps"
+SFT_PRESET, ONLINE_SFT_PRESET = "config/sft.py:tiny_sft", "config/sft.py:tiny_online_sft"
 ALL_STEPS = {"sample.sde_window_size": 0, "sample.sde_window_range": "(0,0)"}
 FLOW_SDE = {"sample.sde_type": "flow_sde", "sample.noise_level": 0.7}
-GOLDS = (
-    "ocr:1,gold.sign_distance:SignDistance:0,gold.background:Background:0,"
-    "gold.second_ocr:SecondOcr:0"
+DANCE_SDE = {"sample.sde_type": "dance_sde", "sample.noise_level": 0.8}
+GUIDED = {"sample.guidance_scale": 3.0, "eval.guidance_scale": 3.0}
+WATCHED = (
+    "gold.sign_distance:SignDistance:0,gold.background:Background:0,gold.second_ocr:SecondOcr:0"
 )
-LEARNING_RATES = (3e-4, 1e-3, 2e-3, 4e-3)
-CLIP_RANGES = (1e-5, 1e-4, 1e-3, 1e-2)
+COMMON["reward_fn"] = f"ocr:1,{WATCHED}"
+TWO_REWARDS = {"reward_fn": f"ocr:1,jpeg_compressibility:0.2,{WATCHED}"}
 
 
 class Arm:
@@ -79,8 +80,9 @@ def tiny_presets() -> dict[str, str]:
 
 
 def algorithms() -> list[Arm]:
-    """Every tiny preset."""
-    return [Arm(name, preset) for name, preset in tiny_presets().items()]
+    """Every tiny preset, with its own rewards."""
+    changes = {"gdpo": TWO_REWARDS, "mr": TWO_REWARDS}
+    return [Arm(name, preset, changes.get(name)) for name, preset in tiny_presets().items()]
 
 
 def windows() -> list[Arm]:
@@ -93,76 +95,65 @@ def windows() -> list[Arm]:
 
 
 def samplers() -> list[Arm]:
-    """The three stochastic samplers; the quickstart's is cps 0.8."""
-    dance = {"sample.sde_type": "dance_sde", "sample.noise_level": 0.8}
+    """The three stochastic samplers in one window; the quickstart's is cps 0.8."""
     return [
         Arm("quickstart"),
-        Arm("flow_sde_0.7", changes=FLOW_SDE),
-        Arm("dance_sde_0.8", changes=dance),
+        Arm("flow_sde_window", changes=FLOW_SDE),
+        Arm("dance_0.8", changes=DANCE_SDE),
     ]
 
 
-def _rate_and_clip(rate: float, clip: float) -> Arm:
-    if (rate, clip) == (1e-3, 1e-4):
-        return Arm("quickstart", seeds=SEEDS[:1])
-    changes = {"train.learning_rate": rate, "train.clip_range": clip}
-    return Arm(f"lr_{rate:g}_clip_{clip:g}", changes=changes, seeds=SEEDS[:1])
+def _rate_and_clip(rate: float, clip: float, changes: dict | None = None, name: str = "") -> Arm:
+    changes = {"train.learning_rate": rate, "train.clip_range": clip, **(changes or {})}
+    name = f"{name}lr_{rate:.0e}_clip_{clip:.0e}".replace("e-0", "e-")
+    return Arm(name, changes=changes, seeds=SEEDS[:1])
 
 
 def collapse() -> list[Arm]:
-    """Learning rate at the preset's clip range, clip range at twice its rate; guidance."""
-    guided = {"sample.guidance_scale": 3.0, "eval.guidance_scale": 3.0}
+    """Learning rates, clip ranges, guidance and small groups, one seed each."""
+    pairs = [(3e-4, 1e-4), (4e-3, 1e-4), (4e-3, 1e-3)]
+    pairs += [(rate, clip) for rate in (1e-3, 2e-3) for clip in (1e-5, 1e-4, 1e-3, 1e-2)]
+    small = {"sample.group_size": 4, "sample.groups_per_epoch": 48}
     return [
-        *(_rate_and_clip(rate, 1e-4) for rate in LEARNING_RATES),
-        *(_rate_and_clip(2e-3, clip) for clip in CLIP_RANGES if clip != 1e-4),
-        Arm("cfg_3_window", changes=guided, seeds=SEEDS[:1]),
-        Arm("cfg_3_window_all", changes={**guided, **ALL_STEPS}, seeds=SEEDS[:1]),
+        *(_rate_and_clip(*pair) for pair in pairs if pair != (1e-3, 1e-4)),
+        Arm("cfg_3_window", changes=GUIDED, seeds=SEEDS[:1]),
+        Arm("cfg_3_window_all", changes={**GUIDED, **ALL_STEPS}, seeds=SEEDS[:1]),
+        _rate_and_clip(4e-3, 1e-3, GUIDED, "cfg_3_window_"),
+        Arm("group_4", changes=small, seeds=SEEDS[:1]),
+        Arm("online_sft_8", ONLINE_SFT_PRESET, {"train.old_update_freq": 8}, seeds=SEEDS[:1]),
+        Arm("sft_kl_100", SFT_PRESET, {"train.kl_coef": 100.0}, seeds=SEEDS[:1]),
     ]
-
-
-def collapse_grid() -> list[Arm]:
-    """The whole grid of learning rates and clip ranges."""
-    return [_rate_and_clip(rate, clip) for rate in LEARNING_RATES for clip in CLIP_RANGES]
 
 
 def cfg() -> list[Arm]:
-    """Guidance: the base with it (its evaluation before training), and what training distilled.
-
-    The base without is the quickstart's evaluation before training.
-    """
-    short = {"num_epochs": 1, "sample.groups_per_epoch": 4, "sample.group_size": 4}
-    return [
-        Arm("quickstart"),
-        Arm("base_guidance_3", changes={**short, "eval.guidance_scale": 3.0}),
-        Arm("quickstart_at_3", changes={"eval.guidance_scale": 3.0}, seeds=SEEDS[:1]),
-    ]
+    """Guidance: the base with it is the evaluation before training of the second arm."""
+    return [Arm("quickstart"), Arm("quickstart_at_3", changes={"eval.guidance_scale": 3.0})]
 
 
 def overopt() -> list[Arm]:
-    """Too long at high rates: the proxy beside what it stands for, GRPO beside GRPO-Guard.
+    """Three times as long: the proxy beside what it stands for, GRPO beside GRPO-Guard.
 
-    Both normalise advantages by the group, so that they differ by the guard alone.
+    The Guard preset normalises advantages by the group; `group_std` is GRPO with that alone.
     """
-    long = {
-        "num_epochs": 120,
-        "save_freq": 40,
-        "num_checkpoint_limit": 3,
-        "eval.num_samples": 16,
-        "reward_fn": GOLDS,
-        "sample.global_std": False,
-    }
-    arms = []
-    for rate in (1e-3, 3e-3):
+    long = {"num_epochs": 120}
+    group_std = {"sample.global_std": False}
+    arms = [
+        Arm("long_grpo_1e-3", QUICKSTART, long, keep=True),
+        Arm("long_group_std_1e-3", QUICKSTART, {**long, **group_std}, keep=True),
+        Arm("long_guard_1e-3", GUARD_CPS_PRESET, long, keep=True),
+    ]
+    for rate, name in ((3e-4, "3e-4"), (2e-3, "2e-3")):
         changes = {**long, "train.learning_rate": rate}
-        for name, preset in (("grpo", FLOW_SDE_PRESET), ("guard", GUARD_PRESET)):
-            arm = f"long_{name}_{rate:g}"
-            arms.append(Arm(arm, preset, changes, seeds=SEEDS[:1], keep=True))
+        arms += [
+            Arm(f"long_grpo_{name}", QUICKSTART, changes, seeds=SEEDS[:1]),
+            Arm(f"long_guard_{name}", GUARD_CPS_PRESET, changes, seeds=SEEDS[:1]),
+        ]
     return arms
 
 
 EXPERIMENTS = {
     function.__name__: function
-    for function in (algorithms, windows, samplers, collapse, collapse_grid, cfg, overopt)
+    for function in (algorithms, windows, samplers, collapse, cfg, overopt)
 }
 
 

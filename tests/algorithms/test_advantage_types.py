@@ -1,5 +1,6 @@
 """Which advantages `train.adv_type` gives, and what they say of samples without a reward."""
 
+import json
 import logging
 import math
 
@@ -79,3 +80,21 @@ def test_gdpo_says_once_that_a_reward_is_the_same_everywhere(caplog):
 def test_an_unknown_type_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"train.adv_type \('gpo'\) must be one of grpo, gdpo, re"):
         Advantages(settings("gpo"))
+
+
+@pytest.mark.parametrize(("adv_type", "code"), [("gdpo", 0), ("grpo", 1)])
+def test_gdpo_alone_goes_on_while_one_of_two_rewards_fails_everywhere(
+    tiny_arguments, train, tmp_path, adv_type, code
+):
+    outcome = train(
+        *tiny_arguments, f"--config.train.adv_type={adv_type}",
+        "--config.reward_fn=jpeg_compressibility:1.0,odd_rewards:NanForAll:1.0",
+    )  # fmt: skip
+    assert outcome.code == code
+    if code:
+        assert "no sample of epoch 0 has a reward; reasons: returned nan" in outcome.error
+        return
+    text = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
+    epochs = [line for line in map(json.loads, text.splitlines()) if "images" in line]
+    assert [line["train/grad_norm"] > 0 for line in epochs] == [True, True]
+    assert "2 epochs, 32 images" in outcome.out

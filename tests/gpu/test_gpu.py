@@ -3,6 +3,7 @@
 The last results are kept in `benchmarks/`.
 """
 
+import math
 import os
 
 import pytest
@@ -31,10 +32,12 @@ def gpu_run(tiny_config, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     built = []
 
-    def build(precision: str, **sample):
+    def build(precision: str, *, train: dict | None = None, run: dict | None = None, **sample):
         AcceleratorState._reset_state(reset_partial_state=True)
         tiny_config.mixed_precision = precision
         tiny_config.sample.update(sample)
+        tiny_config.train.update(train or {})
+        tiny_config.update(run or {})
         accelerator = Accelerator(mixed_precision=precision)
         assert accelerator.device.type == "cuda"
         plan = session.check_config(tiny_config, 1)
@@ -67,6 +70,42 @@ def test_the_ratio_is_one_in_every_epochs_first_update(
     with open(os.environ.get("GPU_RESULTS", os.devnull), "a") as file:
         file.write(f"ratio {precision} {sde_type} guidance {guidance_scale}: {worst:.3g}\n")
     assert worst <= TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_guards_log_ratio_is_zero_in_every_epochs_first_update(gpu_run, precision):
+    run = gpu_run(precision, run={"algorithm": "grpo_guard"}, train={"clip_range": 2e-5})
+    assert max(one_epoch(run)["train/ratio_dev_first"] for _ in range(4)) <= TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_dpo_starts_at_log_two_whatever_the_precision(gpu_run, precision, use_lora):
+    train = {"updates_per_epoch": 1, "draws_per_sample": 2, "learning_rate": 1e-4}
+    run = gpu_run(precision, run={"algorithm": "dpo", "use_lora": use_lora}, train=train)
+    assert one_epoch(run)["train/loss"] == pytest.approx(math.log(2), abs=1e-3)
+    if precision != "fp16":  # whose scaler may skip the first step
+        assert one_epoch(run)["train/loss"] != pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "rwr", "nft"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_learning_from_clean_images_moves_the_weights(gpu_run, precision, algorithm):
+    train = {"kl_coef": 0.1, "draws_per_sample": 2}
+    run = gpu_run(precision, run={"algorithm": algorithm}, train=train)
+    before = [p.detach().clone() for p in run.policy.parameters]
+    metrics = [one_epoch(run) for _ in range(2)]
+    assert all(math.isfinite(value) for entry in metrics for value in entry.values())
+    assert metrics[1]["train/kl"] > 0
+    assert any(not torch.equal(p, q) for p, q in zip(run.policy.parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_branches_replay_exactly(gpu_run, precision):
+    run = gpu_run(
+        precision, same_latent=True, branching=True, mini_group_size=2, sde_window_range=(1, 3)
+    )
+    assert max(one_epoch(run)["train/ratio_dev_first"] for _ in range(4)) <= TOLERANCE[precision]
 
 
 def test_a_condition_on_the_host_is_complete_when_it_is_returned():
