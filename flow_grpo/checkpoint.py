@@ -188,7 +188,8 @@ def load_state(
 def _fill(file: Path, names: list[str], tensors: list[Tensor]) -> None:
     if not file.is_file():
         raise ValueError(
-            f"{file} is missing: on several nodes the run folder must be on a disk that all share"
+            f"{file} is missing: the checkpoint was made with another algorithm or without an "
+            "average, or (on several nodes) lies on a disk that not all of them share"
         )
     loaded = load_file(file)
     if set(loaded) != set(names):

@@ -70,6 +70,12 @@ def parse(argv: Sequence[str]) -> ConfigDict:
     return _flag(flags.FlagValues(), [*rest, *overrides.values()])
 
 
+def overridden(argv: Sequence[str]) -> set[str]:
+    """Return the keys that `--config.KEY=VALUE` sets beside the preset."""
+    texts = [argument for argument in argv if argument.startswith(OVERRIDES)]
+    return {text.partition("config.")[2].partition("=")[0] for text in texts}
+
+
 def _unknown_key(key: str, known: dict[str, object]) -> str:
     """Name the nearest keys, and what the key's section holds."""
     nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
@@ -132,7 +138,8 @@ def _run(adapter, argv: Sequence[str]) -> int:
         sys.stdout.write(HELP)
         return 0
     actions = [a for a in argv if a in (PRINT_CONFIG, DRY_RUN)]
-    config = parse([a for a in argv if a not in actions])
+    argv = [a for a in argv if a not in actions]
+    config, given = parse(argv), overridden(argv)
     if PRINT_CONFIG in actions:
         sys.stdout.write(_printed(config))
         return 0
@@ -144,7 +151,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
-        plan = session.check_config(config, world_size)
+        plan = session.check_config(config, world_size, given)
         for split in ("train", "test"):
             session.usable_prompts(config, split)
         sys.stdout.write(_plan(config, plan))
@@ -155,13 +162,14 @@ def _run(adapter, argv: Sequence[str]) -> int:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
     )
     accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
-    return _train(adapter, config, accelerator, session)
+    return _train(adapter, config, accelerator, given)
 
 
-def _train(adapter, config: ConfigDict, accelerator, session) -> int:
+def _train(adapter, config: ConfigDict, accelerator, given: set[str]) -> int:
+    from flow_grpo import session
     from flow_grpo.run_folder import RunFolder
 
-    plan = session.check_config(config, accelerator.num_processes)
+    plan = session.check_config(config, accelerator.num_processes, given)
     folder = session.main_process(accelerator, lambda: RunFolder(config))
     try:
         if session.on_all(accelerator, lambda: _is_finished(folder, config)):

@@ -6,7 +6,7 @@ Functions of the configuration and the epoch alone, so every rank and every resu
 from typing import NamedTuple
 
 from flow_grpo import seeds
-from flow_grpo.schedules import sde_window, sliding_window, trained_steps
+from flow_grpo.schedules import WINDOW_STRATEGIES, sde_window, sliding_window, trained_steps
 
 
 class EpochSteps(NamedTuple):
@@ -79,6 +79,16 @@ def check_steps(config, *, trains_steps: bool) -> None:
             f"sample.noise_level ({sample.noise_level}) must be above 0 for algorithm "
             f"{config.algorithm!r}: without noise a step has no log-probability; published values "
             "are 0.7 to 0.9"
+        )
+    if sample.sde_type == "cps" and sample.noise_level > 1:
+        raise ValueError(
+            f"sample.noise_level ({sample.noise_level}) must be at most 1 for cps, whose noise is "
+            "sin(noise_level * pi / 2); the nearest valid is 1"
+        )
+    if sample.sde_window_strategy not in WINDOW_STRATEGIES:
+        raise ValueError(
+            f"sample.sde_window_strategy ({sample.sde_window_strategy!r}) must be one of "
+            f"{', '.join(WINDOW_STRATEGIES)}"
         )
     window_range = tuple(sample.sde_window_range) if sample.sde_window_size else (0, 0)
     if len(window_range) != 2 or not all(isinstance(place, int) for place in window_range):

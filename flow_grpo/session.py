@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.epoch_steps import check_steps, epoch_steps
 from flow_grpo.models.base import FlowModel, PromptCache
 from flow_grpo.models.loading import half_precision_dtype, resolve_model
-from flow_grpo.old_names import translate_old_names
+from flow_grpo.old_names import RENAMED, translate_old_names
 from flow_grpo.policy import Policy
 from flow_grpo.rewards.client import RewardClient
 from flow_grpo.schedules import learning_rate
@@ -103,8 +104,13 @@ class Run:
         return self.eval_total is not None and self.eval_total > self.best_total
 
 
-def check_config(config, world_size: int) -> BatchPlan:
+def check_config(config, world_size: int, given: Collection[str] | None = None) -> BatchPlan:
     """Check every setting that needs no model, and return the batch plan.
+
+    Args:
+        config: of the run.
+        world_size: number of processes.
+        given: the keys that a user gave beside a preset, such as "train.clip_range".
 
     Raises:
         ValueError: what came, what is allowed, the nearest valid value.
@@ -123,7 +129,7 @@ def check_config(config, world_size: int) -> BatchPlan:
     if config.sample.ode_solver not in SOLVERS:
         raise ValueError(registry.unknown("sample.ode_solver", config.sample.ode_solver, SOLVERS))
     _check_numbers(config)
-    _check_algorithm(config)
+    _check_algorithm(config, {RENAMED.get(name, name) for name in given or ()})
     learning_rate(
         0,
         peak=config.train.learning_rate,
@@ -181,10 +187,15 @@ def _check_scope(name: str, reward: type, plan: BatchPlan) -> None:
         )
 
 
-def _check_algorithm(config) -> None:
+def _check_algorithm(config, given: set[str]) -> None:
     """Raise ValueError for what the algorithm cannot do and for a setting that nothing reads."""
     recorded = Recorded(config)
     algorithm = registry.load(ALGORITHMS, config.algorithm)(recorded)
+    if not hasattr(algorithm, "keeps"):
+        raise ValueError(
+            f"algorithm {config.algorithm!r} is no algorithm (flow_grpo/algorithms/base.py says "
+            f"what one has); there are {', '.join(registry.names(ALGORITHMS))}"
+        )
     trains_steps = "window" in algorithm.keeps
     check_steps(config, trains_steps=trains_steps)
     steps = epoch_steps(recorded, 0, trains_steps=trains_steps)
@@ -193,7 +204,7 @@ def _check_algorithm(config) -> None:
         seen.add("train.steps_per_update")
     if steps.stochastic:
         seen.add("sample.sde_type")
-    refuse_unread(config, seen)
+    refuse_unread(config, seen, given)
 
 
 def reward_weights(config) -> dict[str, float]:

@@ -1,6 +1,11 @@
 """Tell which settings a run reads, so that one which the chosen algorithm ignores is an error."""
 
+import logging
+from collections.abc import Collection
+
 from ml_collections import ConfigDict
+
+logger = logging.getLogger(__name__)
 
 # Settings that only some algorithms, windows or samplers read, with their defaults.
 CHOICES = {
@@ -50,15 +55,30 @@ class Recorded:
         return value
 
 
-def refuse_unread(config: ConfigDict, seen: set[str]) -> None:
-    """Raise ValueError for a setting of `CHOICES` that was changed and that nothing reads."""
+def refuse_unread(config: ConfigDict, seen: set[str], given: Collection[str] = ()) -> None:
+    """Refuse settings of `CHOICES` that were changed and that nothing reads.
+
+    Args:
+        config: of the run.
+        seen: what was read, as `Recorded` notes it.
+        given: the keys that a user gave beside a preset. Only these are refused then; what the
+            preset itself sets and they switched off is told in the log.
+
+    Raises:
+        ValueError: names all of them and their defaults.
+    """
+    unread = {}
     for dotted, default in CHOICES.items():
         section, name = dotted.split(".")
         value = config[section][name]
         value = tuple(value) if isinstance(default, tuple) else value
         if dotted not in seen and value != default:
-            raise ValueError(
-                f"{dotted} ({value}) is not read by algorithm {config.algorithm!r} with these "
-                f"settings; leave it at its default ({default}) or choose what reads it "
-                "(docs/algorithms.md)"
-            )
+            unread[dotted] = f"{dotted} ({value}; default {default})"
+    refused = [text for dotted, text in unread.items() if not given or dotted in given]
+    if refused:
+        raise ValueError(
+            f"algorithm {config.algorithm!r} does not read {', '.join(refused)} with these "
+            "settings; leave that at its default or choose what reads it (docs/algorithms.md)"
+        )
+    if unread:
+        logger.warning("not read with these settings: %s", ", ".join(unread.values()))

@@ -33,7 +33,7 @@ def update(run: Run, collected: Collected, scores: Scores) -> dict[str, float]:
             bar.update()
     run.policy.renew_old(run.algorithm.old_decay(before, run.state.update))
     if not history:
-        logger.warning("epoch %d: every group has equal rewards, no update", run.state.epoch)
+        logger.warning("epoch %d: no rewards differ, so there is no update", run.state.epoch)
         return {}
     names = dict.fromkeys(name for entry in history for name in entry)
     metrics = {name: sum(entry[name] for entry in history) / len(history) for name in names}
@@ -45,33 +45,31 @@ def update(run: Run, collected: Collected, scores: Scores) -> dict[str, float]:
 
 def _updates(run: Run, collected: Collected, scores: Scores, advantages: Tensor) -> list[Rows]:
     """Return the rows of each optimizer step of the epoch."""
-    train = run.config.train
-    num_steps = len(collected.steps.trained)
-    rows = run.algorithm.rows(
-        advantages,
-        scores,
-        num_steps=num_steps,
-        sigmas=run.model.sigmas(NUM_LEVELS, run.size)[:-1],
-        generator=seeds.generator(run.config.seed, seeds.ROWS, run.state.epoch),
-    )
-    parts = dealing.cut(rows, train.updates_per_epoch)
-    chunks = [
-        chunk
-        for part in parts
-        for chunk in dealing.cut_steps(part, num_steps, train.steps_per_update)
-    ]
-    return chunks * train.num_inner_epochs
+    train, num_steps = run.config.train, len(collected.steps.trained)
+    levels = run.model.sigmas(NUM_LEVELS, run.size)[:-1]
+    generator = seeds.generator(run.config.seed, seeds.ROWS, run.state.epoch)
+    updates = []
+    for inner in range(train.num_inner_epochs):
+        rows = run.algorithm.rows(
+            advantages, scores, num_steps=num_steps, sigmas=levels, generator=generator
+        )
+        if "draw" in rows.columns:  # every pass has noise of its own
+            rows.columns["draw"] += inner * train.draws_per_sample
+        for part in dealing.cut(rows, train.updates_per_epoch):
+            updates += dealing.cut_steps(part, num_steps, train.steps_per_update)
+    return updates
 
 
 def _check_ratio(run, deviation: float) -> None:
     """Stop, before the optimizer, a run whose sampling and training differ."""
-    tolerance = run.config.train.ratio_tolerance
+    train = run.config.train
+    tolerance = min(train.ratio_tolerance, train.clip_range)  # beyond the clip all is lost
     if deviation > tolerance:
         raise ValueError(
             f"|ratio - 1| is {deviation:.3g} in the first update of epoch {run.state.epoch}, where "
-            f"it must be 0 up to rounding (train.ratio_tolerance = {tolerance}): sampling and "
-            "training compute the step differently; weights are unchanged. Look at the batch "
-            "size, autocast, attention backend, compilation"
+            f"it must be 0 up to rounding ({tolerance} at most: train.ratio_tolerance, or the clip "
+            "range): sampling and training compute the step differently; weights are unchanged. "
+            "Look at the batch size, autocast, attention backend, compilation"
         )
 
 

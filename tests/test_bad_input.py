@@ -47,7 +47,7 @@ MISTAKES = {
     "kl scale": ([*KL, "--config.train.kl_type=gaussian", "--config.train.kl_scale=tru"],
                  ["train.kl_scale ('tru')", "true, reference"]),
     "kl type": ([*KL, "--config.train.kl_type=vel"], ["('vel')", "auto, gaussian, velocity, vel"]),
-    "unread": (["--config.train.dpo_beta=5"], ["dpo_beta (5.0) is not read by", "default (100.0)"]),
+    "unread": (["--config.train.dpo_beta=5"], ["does not read train.dpo_beta (5.0; default "]),
     "solver": (["--config.sample.ode_solver=heun"], ["'heun'", "euler, dpm2m"]),
     "schedule": (["--config.train.lr_schedule=cosin"], ["'cosin'", "constant, linear, cosine"]),
     "updates": (["--config.train.updates_per_epoch=17"],

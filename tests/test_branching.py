@@ -191,7 +191,8 @@ BAD = {
         r"mini_group_size \(-2\) must divide .* nearest valid is 1",
     ),
     "mini-groups without same_latent": (
-        "grpo", {"sample__mini_group_size": 4}, r"sample.mini_group_size \(4\) is not read by",
+        "grpo", {"sample__mini_group_size": 4},
+        r"does not read sample.mini_group_size \(4; default 0\)",
     ),
     "window larger than its range": (
         "grpo", {"sample__sde_window_size": 3, "sample__sde_window_range": (1, 3)},
@@ -203,11 +204,27 @@ BAD = {
     ),
     "a sliding window of all steps": (
         "grpo", {"sample__sde_window_strategy": "progressive"},
-        r"sample.sde_window_strategy \(progressive\) is not read by",
+        r"does not read sample.sde_window_strategy \(progressive; default random\)",
     ),
     "a strategy that does not exist": (
         "grpo", {"sample__sde_window_size": 1, "sample__sde_window_strategy": "slow"},
-        r"window strategy \('slow'\) does not slide",
+        r"sde_window_strategy \('slow'\) must be one of random, progressive, decay, exp_decay",
+    ),
+    "more than all noise": (
+        "grpo_guard", {"sample__sde_type": "cps", "sample__noise_level": 2.0},  # sin(pi) = 0
+        r"noise_level \(2.0\) must be at most 1 for cps",
+    ),
+    "a scale that only Flow-SDE has": (
+        "grpo", {"sample__sde_type": "dance_sde", "train__kl_coef": 0.1,
+                 "train__kl_scale": "reference"},
+        r"kl_scale \('reference'\) .* flow_sde; with sample.sde_type 'dance_sde'",
+    ),
+    "more updates than pairs": (
+        "dpo", {"train__updates_per_epoch": 9},
+        r"updates_per_epoch \(9\) is more than the 4 pairs that 4 groups make; .* is 4",
+    ),
+    "an algorithm that is none": (
+        "odd_rewards:Contrast", {}, r"is no algorithm .* there are dpo, grpo, ",
     ),
     "no noise to learn from": (
         "grpo_guard", {"sample__noise_level": 0.0},
@@ -231,6 +248,16 @@ def test_steps_that_no_epoch_could_have_are_refused_in_one_line(tmp_path, case):
     with pytest.raises(ValueError, match=message) as error:
         session.check_config(toy.config(tmp_path, algorithm, **settings), 1)
     assert "\n" not in str(error.value)
+
+
+def test_what_a_flag_switches_off_in_a_preset_is_only_told(tmp_path, caplog):
+    config = toy.config(tmp_path, "grpo", train__kl_scale="reference", train__nft_beta=0.1)
+    session.check_config(config, 1, {"train.kl_coef"})
+    assert "not read with these settings: train.kl_scale (reference; default true)" in caplog.text
+    with pytest.raises(ValueError, match=r"does not read train.nft_beta \(0.1; default 1.0\) with"):
+        session.check_config(config, 1, {"train.kl_coef", "train.nft_beta"})
+    with pytest.raises(ValueError, match=r"train.kl_scale .*, train.nft_beta"):  # all at once
+        session.check_config(config, 1)
 
 
 UNREAD = [
@@ -263,7 +290,7 @@ UNREAD = [
 @pytest.mark.parametrize(("algorithm", "given"), UNREAD)
 def test_a_setting_that_nothing_reads_is_refused(tmp_path, algorithm, given):
     name = [*given][-1].replace("__", ".")
-    with pytest.raises(ValueError, match=rf"{name} \(.*\) is not read by algorithm '{algorithm}'"):
+    with pytest.raises(ValueError, match=rf"algorithm '{algorithm}' does not read {name} \("):
         session.check_config(toy.config(tmp_path, algorithm, **given), 1)
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import dump_updates
 import pytest
+import torch
+import toy
 from test_exactness import ENVIRONMENT, ROOT, TWO_RANKS
+
+from flow_grpo import session
 
 # 48 samples of 5 trained steps an epoch, 2 epochs.
 CASES = {
@@ -65,6 +69,33 @@ def test_only_the_first_update_of_an_epoch_is_on_policy(alone, case):
     for metrics in alone[case]["metrics"]:
         assert metrics["train/ratio_dev_first"] == 0.0
         assert metrics["train/ratio_mean"] != 1.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_learning_rate_counts_the_updates_that_there_are(tmp_path, case):
+    algorithm, settings = CASES[case]
+    config = toy.config(tmp_path, algorithm, **settings)
+    assert session.updates_per_epoch(config) == len(UPDATES[case])
+    config.num_epochs = 7
+    assert session.total_updates(config) == 7 * len(UPDATES[case])
+
+
+def test_every_inner_epoch_noises_the_images_anew(tmp_path, monkeypatch):
+    run = toy.build(toy.config(tmp_path, "nft", train__num_inner_epochs=3))
+    honest, seen = run.algorithm.loss, []
+
+    def loss(policy, batch):
+        real = batch.weight > 0
+        seen.append((batch.noise.flatten(1)[real], batch.sigma[real]))
+        return honest(policy, batch)
+
+    monkeypatch.setattr(run.algorithm, "loss", loss)
+    toy.train_epoch(run)
+    noises, sigmas = (torch.cat(column) for column in zip(*seen))
+    assert len(noises) == 3 * 48
+    assert len(noises.unique(dim=0)) == 3 * 48
+    assert len(sigmas.unique()) > 2 * 48
+    run.rewards.close()
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 16])

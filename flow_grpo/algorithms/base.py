@@ -97,6 +97,14 @@ def renewed_every(freq: int, before: int, after: int) -> float:
     return 0.0 if freq and before // freq < after // freq else 1.0
 
 
+def trainable(advantages: Tensor, kl_coef: float) -> Tensor:
+    """Return which samples (n,) have something to teach: valid, and of no zero advantage.
+
+    Under a KL those of zero advantage count too: it has a gradient for them.
+    """
+    return advantages.isfinite() & ((advantages != 0) | (kl_coef > 0))
+
+
 def all_steps(samples: Tensor, num_steps: int) -> Rows:
     """Return every trained step of every sample (u,), sample-major."""
     steps = torch.arange(num_steps)

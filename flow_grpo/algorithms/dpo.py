@@ -26,7 +26,17 @@ class Dpo:
     weights = frozenset({"old"})
 
     def __init__(self, config):
-        """Read `train.{dpo_beta, old_update_freq, draws_per_sample}`."""
+        """Read `train.{dpo_beta, old_update_freq, draws_per_sample, updates_per_epoch}`.
+
+        Raises:
+            ValueError: more updates an epoch than groups, of which each has one pair.
+        """
+        groups, updates = config.sample.groups_per_epoch, config.train.updates_per_epoch
+        if updates > groups:
+            raise ValueError(
+                f"train.updates_per_epoch ({updates}) is more than the {groups} pairs that "
+                f"{groups} groups make; the nearest valid updates_per_epoch is {groups}"
+            )
         self.beta = config.train.dpo_beta
         self.old_update_freq = config.train.old_update_freq
         self.draws = config.train.draws_per_sample
@@ -44,9 +54,9 @@ class Dpo:
 
     def rows(self, advantages: Tensor, scores: Scores, *, num_steps, sigmas, generator) -> Rows:
         """Return (winner, loser) of every group whose rewards differ, `draws` times."""
-        pairs = preference_pairs(scores.total, scores.group_ids, valid=scores.valid)
+        winners, losers = (advantages > 0).nonzero(), (advantages < 0).nonzero()
         return noise_levels(
-            torch.stack(pairs, 1),
+            torch.cat([winners, losers], 1),  # both in the order of the groups
             draws=self.draws,
             sigmas=sigmas,
             generator=generator,

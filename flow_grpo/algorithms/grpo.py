@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo import sde
 from flow_grpo.algorithms._advantage_types import Advantages
-from flow_grpo.algorithms.base import RowBatch, Rows, Scores, all_steps
+from flow_grpo.algorithms.base import RowBatch, Rows, Scores, all_steps, trainable
 from flow_grpo.losses import clipped_surrogate, velocity_kl
 
 KL_TYPES = ("auto", "gaussian", "velocity", "velocity_std")
@@ -59,6 +59,12 @@ class Grpo:
                 raise ValueError(
                     f"train.kl_scale ({self.kl_scale!r}) must be one of {', '.join(KL_SCALES)}"
                 )
+            if self.kl_scale == "reference" and self.sde_type != "flow_sde":
+                raise ValueError(
+                    f"train.kl_scale ('reference') has the value that the reference code gives "
+                    f"flow_sde; with sample.sde_type {self.sde_type!r} its KL is the true one: set "
+                    "train.kl_scale to 'true'"
+                )
 
     def old_decay(self, before: int, after: int) -> float:
         """Return 0; there are no old weights."""
@@ -66,8 +72,7 @@ class Grpo:
 
     def rows(self, advantages: Tensor, scores: Scores, *, num_steps, sigmas, generator) -> Rows:
         """Return all steps of the valid samples; those of zero advantage only under a KL."""
-        kept = advantages.isfinite() & ((advantages != 0) | (self.kl_coef > 0))
-        return all_steps(kept.nonzero().flatten(), num_steps)
+        return all_steps(trainable(advantages, self.kl_coef).nonzero().flatten(), num_steps)
 
     def loss(self, policy, batch: RowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum of the clipped surrogate + kl_coef * KL, and metrics."""

@@ -7,12 +7,13 @@ Source: Zheng et al., arXiv 2509.16117 (clean-latent form; DeepGen-RL's code tak
 latent for the image).
 """
 
+import math
 from typing import final
 
 from torch import Tensor
 
 from flow_grpo.algorithms._advantage_types import Advantages
-from flow_grpo.algorithms.base import RowBatch, Rows, Scores, noise_levels
+from flow_grpo.algorithms.base import RowBatch, Rows, Scores, noise_levels, trainable
 from flow_grpo.losses import nft_loss, velocity_kl
 from flow_grpo.sde import diffuse
 
@@ -34,7 +35,7 @@ class Nft:
         self.decay, self.ramp = config.train.nft_old_decay, config.train.nft_old_ramp
         if not self.beta > 0:
             raise ValueError(f"train.nft_beta ({self.beta}) must be above 0, such as 1.0 or 0.1")
-        if not (0 <= self.decay <= 1 and self.ramp >= 0):
+        if not (0 <= self.decay <= 1 and 0 <= self.ramp < math.inf):
             raise ValueError(
                 f"train.nft_old_decay ({self.decay}) must be in [0, 1] and train.nft_old_ramp "
                 f"({self.ramp}) at least 0; published are 0.5 and 0.001"
@@ -51,9 +52,8 @@ class Nft:
 
     def rows(self, advantages: Tensor, scores: Scores, *, num_steps, sigmas, generator) -> Rows:
         """Return the valid samples, `draws` times; those of zero advantage only under a KL."""
-        kept = advantages.isfinite() & ((advantages != 0) | (self.kl_coef > 0))
         return noise_levels(
-            kept.nonzero(),
+            trainable(advantages, self.kl_coef).nonzero(),
             draws=self.draws,
             sigmas=sigmas,
             generator=generator,

@@ -4,6 +4,7 @@ The weights are the softmax of the rewards within the group, as in the Flow-RWR 
 al., arXiv 2505.05470, scaled to a mean of 1.
 """
 
+import math
 from functools import partial
 from typing import final
 
@@ -28,8 +29,10 @@ class Rwr:
             ValueError: the temperature is not above 0.
         """
         temperature = config.train.rwr_temperature
-        if not temperature > 0:
-            raise ValueError(f"train.rwr_temperature ({temperature}) must be above 0, such as 1.0")
+        if not 0 < temperature < math.inf:
+            raise ValueError(
+                f"train.rwr_temperature ({temperature}) must be finite and above 0, such as 1.0"
+            )
         self._sft = Sft(config, weigh=partial(group_softmax, temperature=temperature))
         self.weights = self._sft.weights
         self.old_decay = self._sft.old_decay

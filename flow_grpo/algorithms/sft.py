@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from flow_grpo.advantages import best_of_group
-from flow_grpo.algorithms.base import RowBatch, Rows, Scores, noise_levels, renewed_every
+from flow_grpo.algorithms.base import (
+    RowBatch,
+    Rows,
+    Scores,
+    noise_levels,
+    renewed_every,
+    trainable,
+)
 from flow_grpo.losses import flow_matching_error, velocity_kl
 from flow_grpo.sde import diffuse
 
@@ -47,9 +54,8 @@ class Sft:
 
     def rows(self, advantages: Tensor, scores: Scores, *, num_steps, sigmas, generator) -> Rows:
         """Return the images of positive weight, `draws` times; under a KL all valid ones."""
-        kept = (advantages > 0) | (advantages.isfinite() & (self.kl_coef > 0))
         return noise_levels(
-            kept.nonzero(),
+            trainable(advantages, self.kl_coef).nonzero(),
             draws=self.draws,
             sigmas=sigmas,
             generator=generator,

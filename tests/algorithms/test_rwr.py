@@ -63,7 +63,9 @@ def test_the_loss_weighs_flow_matching_errors():
 
 
 def test_a_temperature_of_0_is_refused():
-    with pytest.raises(ValueError, match=r"train.rwr_temperature \(0.0\) must be above 0"):
+    with pytest.raises(
+        ValueError, match=r"train.rwr_temperature \(0.0\) must be finite and above 0"
+    ):
         algorithm(rwr_temperature=0.0)
 
 
