@@ -101,7 +101,7 @@ def ratios(groups: dict[str, list[Run]], *, last: int = 20):
 
 
 def _band(runs: list[Run], key: str, across: str):
-    """Return (x, least, mean, greatest) over the runs that have an evaluation at an epoch."""
+    """Return (x, least, mean, greatest) at the epochs at which every run was evaluated."""
     found: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
         for line in run.evaluations:
@@ -116,6 +116,7 @@ def _band(runs: list[Run], key: str, across: str):
             max(y for _, y in found[epoch]),
         )
         for epoch in sorted(found)
+        if len(found[epoch]) == len(runs)
     ]
     return tuple([point[i] for point in points] for i in range(4))
 
