@@ -14,7 +14,8 @@ from flow_grpo.rewards.base import Samples, State
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "README.zh.md")
-DOCUMENTS = (*READMES, "CONTRIBUTING.md", "dataset/README.md")
+GUIDES = tuple(sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = (*READMES, "CONTRIBUTING.md", "dataset/README.md", *GUIDES)
 
 
 def _read(name: str) -> str:
@@ -64,17 +65,18 @@ def test_every_override_that_is_shown_exists(name):
     assert {field for field in shown if not _has_field(field)} == set()
 
 
-@pytest.mark.parametrize("name", READMES)
+@pytest.mark.parametrize("name", [*READMES, *GUIDES])
 def test_every_field_that_is_named_exists(name):
     pattern = r"`((?:sample|train|eval|reward|pretrained)\.(?!py\b)\w+)"
     named = set(re.findall(pattern, _read(name)))
-    assert named
+    assert named or name == "docs/results.md"
     assert {field for field in named if not _has_field(field)} == set()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_script_that_is_named_exists(name):
-    named = set(re.findall(r"\b((?:scripts|dataset|config|tests)/[\w/]+\.(?:py|sh))", _read(name)))
+    folders = "scripts|dataset|config|tests|benchmarks"
+    named = set(re.findall(rf"\b((?:{folders})/[\w/]+\.(?:py|sh))", _read(name)))
     missing = {path for path in named if not (ROOT / path).is_file()}
     # The files that CONTRIBUTING tells its reader to write.
     assert missing - {"scripts/train_my_model.py", "tests/rewards/test_brightness.py"} == set()
@@ -97,9 +99,10 @@ def test_the_tables_of_presets_are_complete(name):
         assert set(rows) == _presets(file), file
 
 
-@pytest.mark.parametrize("name", READMES)
-def test_every_preset_in_a_command_loads(name):
-    used = set(re.findall(r"(config/\w+\.py):(\w+)", _read(name)))
+@pytest.mark.parametrize("name", [*READMES, *GUIDES])
+def test_every_preset_that_is_named_loads(name):
+    used = set(re.findall(r"((?:config/)?\w+\.py):(\w+)", _read(name)))
+    used = {(f"config/{file.removeprefix('config/')}", preset) for file, preset in used}
     assert used
     for file, preset in used:
         assert preset in _presets(file)
