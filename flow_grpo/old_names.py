@@ -45,6 +45,8 @@ def translate_old_names(config: ConfigDict, world_size: int) -> dict[str, str]:
                 new = "train.dpo_beta"
             _set(config, new, given[old])
             messages[old] = f"{new} = {given[old]}"
+    if "train.beta" in given and _has_the_true_kl(config):
+        messages["train.beta"] += " (train.kl_scale=reference gives the KL its old value)"
     if any(name in given for name in (*BATCH_SIZES, *COUNTS, "sample.num_image_per_prompt")):
         _translate_batches(config, given, world_size, messages)
     for old in given:
@@ -53,6 +55,12 @@ def translate_old_names(config: ConfigDict, world_size: int) -> dict[str, str]:
         config.sample.sde_type = "flow_sde"
         messages["sample.sde_type = sde"] = "sample.sde_type = flow_sde"
     return messages
+
+
+def _has_the_true_kl(config: ConfigDict) -> bool:
+    """Return whether the KL is larger, by 1 / dt, than the one a published beta was made for."""
+    steps = config.algorithm in ("grpo", "grpo_guard") and config.train.kl_scale == "true"
+    return steps and config.sample.sde_type in ("sde", "flow_sde")
 
 
 def _translate_batches(config, given, world_size, messages) -> None:

@@ -27,7 +27,7 @@ PANELS = (
     (
         "train/ratio_mean",
         "Ratio, mean - 1",
-        "exp(log_prob - old_log_prob) over the epoch; 0 is on policy",
+        "exp(log-ratio) over the epoch, as the algorithm defines it; 0 is on policy",
         -1.0,
     ),
     (
@@ -37,6 +37,18 @@ PANELS = (
         0.0,
     ),
     ("train/clip_fraction", "Clip fraction", "share of the rows outside the clip range", 0.0),
+    ("train/clip_positive", "Clipped, positive advantage", "off-policy updates' rows", 0.0),
+    ("train/clip_negative", "Clipped, negative advantage", "off-policy updates' rows", 0.0),
+    (
+        "train/implicit_accuracy",
+        "Implicit accuracy",
+        "share of pairs whose winner gained more",
+        0.0,
+    ),
+    ("train/winner_change", "Winner's change", "its flow-matching error against the old one", 0.0),
+    ("train/loser_change", "Loser's change", "its flow-matching error against the old one", 0.0),
+    ("train/flow_matching", "Flow-matching error", "of the images that are imitated", 0.0),
+    ("train/old_distance", "Distance to the old policy", "mean squared, of velocities", 0.0),
     ("train/kl", "KL to the reference", "per latent element", 0.0),
     ("train/grad_norm", "Gradient norm", "before clipping", 0.0),
     ("train/learning_rate", "Learning rate", "", 0.0),

@@ -31,20 +31,24 @@ class StepStatistics:
     def metrics(self, accelerator, trained: tuple[int, ...]) -> dict[str, float]:
         """Return train/step_<t>/{log_ratio_mean, log_ratio_std, clip_positive, clip_negative}.
 
-        Over the rows of all ranks; a step without such rows has no entry.
+        Over the rows of all ranks; train/{clip_positive, clip_negative} are over all steps. What
+        no row tells has no entry.
         """
-        found = {}
-        sums = accelerator.reduce(self._sums, "sum").tolist()
-        for t, (count, total, squares, up, up_clipped, down, down_clipped) in zip(
-            trained, sums, strict=True
-        ):
+        sums = accelerator.reduce(self._sums, "sum")
+        found = _clipped("train/", sums.sum(0).tolist())
+        for t, step_sums in zip(trained, sums.tolist(), strict=True):
+            count, total, squares, *_ = step_sums
             name = f"train/step_{t}/"
             if count:
                 mean = total / count
                 found[name + "log_ratio_mean"] = mean
                 found[name + "log_ratio_std"] = max(squares / count - mean**2, 0.0) ** 0.5
-            if up:
-                found[name + "clip_positive"] = up_clipped / up
-            if down:
-                found[name + "clip_negative"] = down_clipped / down
+            found |= _clipped(name, step_sums)
         return found
+
+
+def _clipped(name: str, sums: list[float]) -> dict[str, float]:
+    """Return the shares of rows of positive and of negative advantage that were clipped."""
+    *_, up, up_clipped, down, down_clipped = sums
+    shares = {"clip_positive": (up_clipped, up), "clip_negative": (down_clipped, down)}
+    return {name + side: clipped / rows for side, (clipped, rows) in shares.items() if rows}

@@ -302,10 +302,11 @@ def test_a_table_states_mean_spread_images_and_seconds(folder):
         analyse.by_arm(analyse.load([folder])), level=0.7
     ).splitlines()
     assert head.startswith("| setting | runs | before | after | change | images | seconds |")
-    # deviations of two: |0.5 - 0.4| / sqrt(2), |0.8 - 0.6| / sqrt(2), |0.3 - 0.2| / sqrt(2)
-    cells = "a | 2 | 0.450 ± 0.071 | 0.700 ± 0.141 | 0.250 ± 0.071 | 576 ± 0 | 10 ± 0"
+    # 3 epochs of 1 + 2 s; deviations of two runs:
+    # |0.5 - 0.4| / sqrt(2), |0.8 - 0.6| / sqrt(2), |0.3 - 0.2| / sqrt(2)
+    cells = "a | 2 | 0.450 ± 0.071 | 0.700 ± 0.141 | 0.250 ± 0.071 | 576 ± 0 | 9 ± 0"
     assert first == f"| {cells} | 192 (1 of 2) | 2 finished |"
-    assert second == "| b | 1 | 0.500 | 0.100 | -0.400 | 576 | 10 | - (0 of 1) | 1 collapsed |"
+    assert second == "| b | 1 | 0.500 | 0.100 | -0.400 | 576 | 9 | - (0 of 1) | 1 collapsed |"
 
 
 def test_a_table_shows_every_reward_before_and_after(folder):

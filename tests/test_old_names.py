@@ -43,7 +43,22 @@ def test_a_renamed_field_is_written_and_logged_under_its_new_name(old, new, valu
     config, messages = translated(**{old: value})
     *section, name = new.split("__")
     assert (config[section[0]] if section else config)[name] == value
-    assert messages == {old.replace("__", "."): f"{new.replace('__', '.')} = {value}"}
+    told = {name: text.partition(" (")[0] for name, text in messages.items()}
+    assert told == {old.replace("__", "."): f"{new.replace('__', '.')} = {value}"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({}, True),
+        ({"train__kl_scale": "reference"}, False),
+        ({"sample__sde_type": "cps"}, False),  # whose KL the original code has right
+        ({"algorithm": "sft"}, False),
+    ],
+)
+def test_a_published_beta_comes_with_a_word_on_the_scale_of_its_kl(settings, hint):
+    _, messages = translated(train__beta=0.04, **settings)
+    assert ("train.kl_scale=reference gives the KL its old value" in str(messages)) == hint
 
 
 @pytest.mark.parametrize(

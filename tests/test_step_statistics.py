@@ -48,6 +48,8 @@ def test_means_spreads_and_clipped_shares_are_those_of_the_rows_of_all_ranks(wor
         "train/step_5/log_ratio_mean": 0.0,
         "train/step_5/log_ratio_std": 0.2,
         "train/step_5/clip_positive": 1 / 2,
+        "train/clip_positive": 2 / 4,  # of all steps together
+        "train/clip_negative": 0.0,
     }, abs=1e-7)  # no row of negative advantage at step 5, none at all at step 7  # fmt: skip
 
 

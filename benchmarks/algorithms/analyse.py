@@ -7,11 +7,13 @@ import argparse
 import gzip
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
 COLLAPSE = 0.1  # accuracy that a run called collapsed has lost, end against start
-PHASES = ("time/rollout_s", "time/reward_s", "time/update_s")
+PHASES = ("time/rollout_s", "time/update_s")  # waiting for OCR depends on what runs beside
+STEP = re.compile(r"train/step_(\d+)/")
 
 
 class Run:
@@ -38,6 +40,12 @@ class Run:
     def last(self, key: str) -> float:
         """Return a number of the last evaluation; NaN if there is none."""
         return self.evaluations[-1].get(key, math.nan) if self.evaluations else math.nan
+
+    def at(self, epoch: int, key: str) -> float:
+        """Return a number of the evaluation after some epochs; NaN if there is none."""
+        return next(
+            (x.get(key, math.nan) for x in self.evaluations if x["epoch"] == epoch), math.nan
+        )
 
     def reached(self, key: str, level: float, axis: str) -> float:
         """Return images or seconds at the first evaluation of at least a level; NaN if none."""
@@ -124,6 +132,35 @@ def outcome_table(groups: dict[str, list[Run]], level: float) -> str:
     return table(rows)
 
 
+def progress_table(groups: dict[str, list[Run]], epochs: list[int], key: str) -> str:
+    """Return a row an arm: a held-out number after each of some epochs, seconds an epoch."""
+    rows = []
+    for arm, runs in groups.items():
+        row = {"setting": arm}
+        for epoch in epochs:
+            values = [run.at(epoch, key) for run in runs]
+            there = sum(map(math.isfinite, values))
+            row[f"{epoch} epochs"] = spread(values) + f" ({there})" * (there < len(runs))
+        seconds = [sum(x.get(p, 0.0) for p in PHASES) for run in runs for x in run.epochs[2:30]]
+        row["s an epoch (median)"] = f"{statistics.median(seconds):.2f}" if seconds else "-"
+        rows.append(row)
+    return table(rows)
+
+
+def step_table(runs: list[Run], first: int = 10, last: int = 30) -> str:
+    """Return a row a trained step: means over epochs first + 1 .. last and the runs."""
+    lines = [line for run in runs for line in run.epochs[first:last]]
+    steps = sorted({int(m[1]) for line in lines for key in line if (m := STEP.match(key))})
+    rows = []
+    for t in steps:
+        row = {"step": t}
+        for name in ("log_ratio_mean", "log_ratio_std", "clip_positive", "clip_negative"):
+            values = [x[f"train/step_{t}/{name}"] for x in lines if f"train/step_{t}/{name}" in x]
+            row[name] = f"{statistics.mean(values):.2g}" if values else "-"
+        rows.append(row)
+    return table(rows)
+
+
 def reward_table(groups: dict[str, list[Run]]) -> str:
     """Return a row an arm: every reward of the evaluations before -> after."""
     keys = {
@@ -152,10 +189,19 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+", help="OUT of sweep.py")
     parser.add_argument("--arms", help="comma-separated, in this order; default: all")
     parser.add_argument("--level", type=float, default=0.7, help="accuracy whose cost is told")
+    parser.add_argument("--epochs", default="0,10,20,30,40", help="of the table of progress")
+    parser.add_argument("--reward", default="ocr", help="of the table of progress")
+    parser.add_argument("--steps", action="store_true", help="log-ratios by denoising step instead")
     args = parser.parse_args()
     groups = by_arm(load(args.folders), args.arms.split(",") if args.arms else None)
+    if args.steps:
+        for arm, runs in groups.items():
+            print(f"{arm}\n\n{step_table(runs)}")
+        return
+    epochs = [int(epoch) for epoch in args.epochs.split(",")]
     print(outcome_table(groups, args.level))
     print(reward_table(groups))
+    print(progress_table(groups, epochs, f"eval/{args.reward}"))
 
 
 if __name__ == "__main__":

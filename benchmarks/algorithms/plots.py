@@ -17,27 +17,29 @@ from matplotlib import pyplot
 
 STEP = re.compile(r"train/step_(\d+)/")
 COLORS = matplotlib.colormaps["tab10"].colors
-LABELS = {
-    "ocr": "trained: OCR accuracy",
-    "second_ocr": "not trained: second OCR engine",
-    "sign_distance": "not trained: minus distance to the true sign",
-    "background": "not trained: minus error of the background",
+LABELS = {  # title, and the sign that makes it a distance
+    "ocr": ("trained: OCR accuracy", 1),
+    "second_ocr": ("not trained: second OCR engine", 1),
+    "sign_distance": ("not trained: distance to the true sign", -1),
+    "background": ("not trained: error of the background", -1),
 }
 
 
 def curves(groups: dict[str, list[Run]], key: str = "eval/ocr"):
     """Plot a held-out reward against images and against seconds; bands span the seeds."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    for axis, across, unit in zip(axes, ("images", "seconds"), ("thousand images", "seconds")):
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 6.5), sharey=True, layout="constrained")
+    for axis, across, unit in zip(
+        axes, ("images", "seconds"), ("thousand images", "seconds of sampling and updates")
+    ):
         for i, (arm, runs) in enumerate(groups.items()):
             scale = 1000 if across == "images" else 1
             style = {"color": COLORS[i % 10], "linestyle": "-" if i < 10 else "--"}
             x, low, mean, high = _band(runs, key, across)
             axis.plot([value / scale for value in x], mean, label=arm, **style)
             axis.fill_between(
-                [value / scale for value in x], low, high, color=style["color"], alpha=0.15, lw=0
+                [value / scale for value in x], low, high, color=style["color"], alpha=0.08, lw=0
             )
-        axis.set_xlabel(f"{unit} of training")
+        axis.set_xlabel(unit)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out OCR accuracy")
     axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -49,31 +51,34 @@ def over_optimisation(groups: dict[str, list[Run]]):
     lines = [line for runs in groups.values() for run in runs for line in run.evaluations]
     names = [name for name in LABELS if any(f"eval/{name}" in line for line in lines)]
     figure, axes = pyplot.subplots(
-        1, len(names), figsize=(3.6 * len(names), 3.8), layout="constrained", squeeze=False
-    )
-    for axis, name in zip(axes[0], names):
+        -(-len(names) // 2), 2, figsize=(9.5, 3.4 * -(-len(names) // 2)), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for axis, name in zip(axes.flat, names):
+        title, sign = LABELS[name]
         for i, (arm, runs) in enumerate(groups.items()):
             x, low, mean, high = _band(runs, f"eval/{name}", "images")
             x = [value / 1000 for value in x]
+            low, mean, high = ([sign * value for value in band] for band in (low, mean, high))
             axis.plot(x, mean, color=COLORS[i % 10], label=arm)
             axis.fill_between(x, low, high, color=COLORS[i % 10], alpha=0.15, lw=0)
-        axis.set_title(LABELS[name], fontsize=9)
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("thousand images of training")
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     return figure
 
 
-def ratios(groups: dict[str, list[Run]], *, last: int = 20):
+def ratios(groups: dict[str, list[Run]], *, first: int = 10, last: int = 30):
     """Plot mean and std of the log-ratio, and who is clipped, against the step; a row an arm.
 
-    Means over the seeds' last epochs.
+    Means over the seeds' epochs first + 1 .. last, as in analyse.py's table of steps.
     """
     figure, axes = pyplot.subplots(
         len(groups), 3, figsize=(11, 2.7 * len(groups)), layout="constrained", squeeze=False
     )
     for row, (arm, runs) in zip(axes, groups.items()):
-        epochs = [line for run in runs for line in run.epochs[-last:]]
+        epochs = [line for run in runs for line in run.epochs[first:last]]
         steps = sorted({int(m[1]) for line in epochs for k in line if (m := STEP.match(k))})
 
         def mean(name: str, epochs=epochs, steps=steps) -> list[float]:
@@ -135,10 +140,13 @@ def main() -> None:
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("folders", type=Path, nargs="+", help="OUT of sweep.py")
     parser.add_argument("--arms", help="comma-separated, in this order; default: all")
+    parser.add_argument("--names", help="comma-separated, what to call the arms")
     parser.add_argument("--png", type=Path, required=True)
     parser.add_argument("--dpi", type=int, default=110)
     args = parser.parse_args()
     groups = by_arm(load(args.folders), args.arms.split(",") if args.arms else None)
+    if args.names:
+        groups = dict(zip(args.names.split(","), groups.values(), strict=True))
     FIGURES[args.figure](groups).savefig(args.png, dpi=args.dpi)
     print(f"{args.png}: {args.png.stat().st_size / 1024:.0f} KB")
 
