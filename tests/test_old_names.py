@@ -12,8 +12,8 @@ def translated(world_size: int = 1, **given):
     """Return (config, messages) with old names given as section__name=value."""
     config = locked_config()
     for key, value in given.items():
-        section, name = key.split("__")
-        config[section][name] = value
+        *section, name = key.split("__")
+        (config[section[0]] if section else config)[name] = value
     return config, translate_old_names(config, world_size)
 
 
