@@ -62,7 +62,8 @@ class Page(HTMLParser):
 
 def _config(run, **more):
     run.mkdir(parents=True, exist_ok=True)
-    config = {"seed": 42, "num_epochs": 4, "sample": {"num_steps": 8, "range": [0, 7]}, **more}
+    config = {"seed": 42, "num_epochs": 4, "sample": {"num_steps": 8, "range": [0, 7]}}
+    config |= {"algorithm": "grpo_guard", **more}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
 
 
@@ -128,7 +129,16 @@ def test_a_finished_run_says_what_it_reached(tmp_path):
     assert path == run / "report.html"
     page = Page(path.read_text())
     assert "ocr 0.500 \u00b1 0.040 0.750 \u00b1 0.030 +0.250" in page.words
-    for part in ("finished", "1,536", "1.5", "17.1", "1.25 GiB", "0a1b2c3d", "2.13.0", "num_steps"):
+    for part in (
+        "finished grpo_guard, written",
+        "1,536",
+        "1.5",
+        "17.1",
+        "1.25 GiB",
+        "0a1b2c3d",
+        "2.13.0",
+        "num_steps",
+    ):
         assert part in page.words
     titles = ("Reward: ocr", "Ratio, mean - 1", "First |ratio - 1|", "Clip fraction", "KL to the")
     titles += ("Gradient norm", "Learning rate", "Groups without a signal", "Seconds by phase")
