@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "scripts" / "single_node").glob("*.sh"))
+LAUNCH = [
+    "launch", "--quiet", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+]  # fmt: skip
 # Writes its arguments and its folder down, instead of starting processes.
 STAND_IN = """#!/usr/bin/env bash
 printf '%s\\n' "$PWD" "$@" >"$LOG"
@@ -51,11 +54,12 @@ def launched(tmp_path):
 def test_a_script_launches_its_own_preset_from_the_root(script, launched):
     folder, given = launched(script)
     assert Path(folder) == ROOT
-    assert given[:4] == ["launch", "--num_processes", "1", "scripts/train_sd3.py"]
-    flag, config = given[4:]
+    *launch, train, flag, config = given
+    assert launch == [*LAUNCH, "--num_processes", "1"]
     file, preset = config.split(":")
     assert flag == "--config"
-    assert (ROOT / given[3]).is_file()
+    assert train == "scripts/train_sd3.py"
+    assert (ROOT / train).is_file()
     assert re.search(rf"^def {preset}\(", (ROOT / file).read_text(), flags=re.M)
 
 
@@ -64,7 +68,7 @@ def test_a_script_can_be_told_what_to_launch_and_hands_on_every_argument(script,
     settings = {"CONFIG": "mine.py:a b", "SCRIPT": "other.py", "NUM_PROCESSES": "4"}
     _, given = launched(script, "--config.run_name=two words", "--dry_run", **settings)
     assert given == [
-        "launch", "--num_processes", "4", "--multi_gpu", "other.py", "--config", "mine.py:a b",
+        *LAUNCH, "--num_processes", "4", "--multi_gpu", "other.py", "--config", "mine.py:a b",
         "--config.run_name=two words", "--dry_run",
     ]  # fmt: skip
 
@@ -101,3 +105,16 @@ def test_a_script_trains(method, tiny_sd3_dir, tmp_path):
     assert epoch["train/grad_norm"] > 0
     assert (folder / "checkpoints" / "checkpoint-1" / "lora").is_dir()
     assert "report:" in done.stdout
+
+
+def test_a_mistake_is_one_line_without_the_launchers_trace(tmp_path):
+    done = run(
+        ROOT / "scripts" / "single_node" / "dpo.sh", "--config.train.clip_range=0.1", "--dry_run",
+        path=Path(sys.executable).parent, cwd=tmp_path, CONFIG="config/dpo.py:tiny_dpo",
+        CUDA_VISIBLE_DEVICES="", HF_HOME=str(tmp_path / "hf"),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "warning" not in (done.stderr + done.stdout).lower()
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("error: algorithm 'dpo' does not read train.clip_range (0.1; default")
