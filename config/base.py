@@ -115,7 +115,7 @@ def _train() -> ConfigDict:
     train.nft_beta = 1.0  # distance of NFT's implicit policies from the collecting one
     train.nft_old_decay = 0.5  # largest decay of NFT's collecting weights, per epoch
     train.nft_old_ramp = 0.001  # growth of that decay per update
-    train.ratio_tolerance = 1e-4  # an epoch's first |ratio - 1| beyond it, or clip_range, is an error
+    train.ratio_tolerance = 1e-4  # a first |ratio - 1| beyond it or clip_range is an error
     train.gradient_checkpointing = False  # slower, less memory
     train.ema = True  # evaluate and export a moving average of the weights
     train.ema_decay = 0.987  # per optimizer step (0.9 every 8th, as published)
