@@ -15,11 +15,7 @@ from config.base import locked_config, preset
 
 def _dpo(config: ConfigDict) -> None:
     config.algorithm = "dpo"
-    config.sample.num_steps = 40
-    config.sample.groups_per_epoch = 32
-    config.sample.group_size = 24
-    config.sample.batch_size = 24
-    config.train.updates_per_epoch = 1
+    models.published_clean_images(config)
     config.train.draws_per_sample = 39
     config.train.dpo_beta = 100.0
 

@@ -16,6 +16,18 @@ def sd3(config: ConfigDict) -> None:
     config.train.lora_alpha = 64
 
 
+def published_clean_images(config: ConfigDict) -> None:
+    """Set the shape in which DPO and SFT were published for SD3.5: 40 steps, an update an epoch.
+
+    24 images of one prompt a rank; 32 GPUs are assumed, hence 32 groups.
+    """
+    config.sample.num_steps = 40
+    config.sample.groups_per_epoch = 32
+    config.sample.group_size = 24
+    config.sample.batch_size = 24
+    config.train.updates_per_epoch = 1
+
+
 def tiny_sd3(config: ConfigDict) -> None:
     """Set up the shipped small SD3 at 64 px: no T5, no guidance, fp32 on any device."""
     config.pretrained.model = "flow_grpo/assets/tiny_sd3"

@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> ConfigDict:
     overrides = {}  # of a key that is given twice the last counts, for tuples too
     for argument in argv:
         if argument.startswith(OVERRIDES):
-            key = argument.partition("config.")[2].partition("=")[0]
+            key = _key(argument)
             if key not in known:
                 raise ValueError(_unknown_key(key, known))
             overrides[key] = _tuple_literal(argument, known[key])
@@ -72,8 +72,12 @@ def parse(argv: Sequence[str]) -> ConfigDict:
 
 def overridden(argv: Sequence[str]) -> set[str]:
     """Return the keys that `--config.KEY=VALUE` sets beside the preset."""
-    texts = [argument for argument in argv if argument.startswith(OVERRIDES)]
-    return {text.partition("config.")[2].partition("=")[0] for text in texts}
+    return {_key(argument) for argument in argv if argument.startswith(OVERRIDES)}
+
+
+def _key(argument: str) -> str:
+    """Return the key of `--config.KEY=VALUE`."""
+    return argument.partition("config.")[2].partition("=")[0]
 
 
 def _unknown_key(key: str, known: dict[str, object]) -> str:

@@ -1,5 +1,6 @@
 """Sample an epoch's images and gather their scores."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,17 +36,14 @@ class Rollout(NamedTuple):
     sigmas: Tensor  # (T+1,) on the device
     steps: EpochSteps
 
-    def velocity(self, numbers, *, weights: str = "current"):
-        """Return velocity(x, sigma, *, replay=False) under the conditions of samples `numbers`."""
+    def velocity(self, numbers):
+        """Return velocity(x, sigma, **how) under the conditions of samples `numbers`."""
         run = self.run
         texts = [self.prompts[n // run.plan.group_size] for n in numbers]
         cond = run.prompt_cache(texts, run.accelerator.device)
         scale = run.config.sample.guidance_scale
 
-        def velocity(x, sigma, *, replay=False):
-            return run.policy.velocity(x, sigma, cond, scale, weights=weights, replay=replay)
-
-        return velocity
+        return lambda x, sigma, **how: run.policy.velocity(x, sigma, cond, scale, **how)
 
     def first_of(self, number: int) -> int:
         """Return the first sample that shares the initial noise of sample `number`."""
@@ -108,11 +106,10 @@ class Rollout(NamedTuple):
             x = torch.stack([prefixes[self.first_of(n)] for n in numbers])
         else:
             x = self.initial(numbers)
-        reference = None
-        if "reference_velocity" in keeps:
-            reference = self.velocity(numbers, weights="reference")
+        velocity = self.velocity(numbers)
+        keeps_reference = "reference_velocity" in keeps
         return sample_trajectory(
-            self.velocity(numbers),
+            velocity,
             x,
             self.sigmas,
             sde=SDES[config.sample.sde_type],
@@ -120,7 +117,7 @@ class Rollout(NamedTuple):
             stochastic=self.steps.stochastic,
             trained=self.steps.trained,
             noises=self.step_noises(numbers),
-            reference_velocity=reference,
+            reference_velocity=partial(velocity, weights="reference") if keeps_reference else None,
             keep_means="old_mean" in keeps,
             solver=config.sample.ode_solver,
             first=self.steps.prefix,

@@ -53,11 +53,10 @@ def _window(config, epoch: int) -> tuple[int, ...]:
         "size": sample.sde_window_size,
         "window_range": tuple(sample.sde_window_range),
     }
-    if window["size"] == 0:  # whatever the range: switching a preset's window off takes one flag
-        return tuple(range(sample.num_steps - 1))
-    strategy = sample.sde_window_strategy
-    if strategy == "random":
+    # Of size 0 neither range nor strategy counts: one flag switches a preset's window off.
+    if window["size"] == 0 or sample.sde_window_strategy == "random":
         return sde_window(**window, generator=seeds.generator(config.seed, seeds.WINDOW, epoch))
+    strategy = sample.sde_window_strategy
     decays = strategy == "exp_decay"
     return sliding_window(
         epoch,
@@ -95,11 +94,6 @@ def check_steps(config, *, trains_steps: bool) -> None:
         raise ValueError(
             f"sample.sde_window_range {window_range} must be two step indices, such as "
             f"(0, {sample.num_steps - 1})"
-        )
-    if sample.num_steps < 2:
-        raise ValueError(
-            f"sample.num_steps ({sample.num_steps}) leaves no step to train, the last one never "
-            "is; the nearest valid num_steps is 2"
         )
     if sample.branching and not sample.same_latent:
         raise ValueError(

@@ -37,6 +37,7 @@ AT_LEAST = {
     "train.clip_range_high": 0.0,
     "train.old_update_freq": 0,
     "train.draws_per_sample": 1,
+    "sample.num_steps": 1,
     "sample.noise_level": 0.0,
     "train.lora_rank": 1,
     "train.learning_rate": 0.0,

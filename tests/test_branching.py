@@ -36,7 +36,7 @@ class Collection:
         images = []
         velocity, submit, accelerator = run.policy.velocity, run.rewards.submit, run.accelerator
 
-        def watched_velocity(x, sigma, *arguments, weights, replay=False):
+        def watched_velocity(x, sigma, *arguments, weights="current", replay=False):
             (level,) = {round(s, 5) for s in sigma.tolist()}
             self.samples[level, "reference" if weights == "reference" else "policy"] += len(x)
             self.states[level] += [row.clone() for row in x]

@@ -7,14 +7,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 CONFIG="${CONFIG:-config/sft.py:geneval_sd3}"
-SCRIPT="${SCRIPT:-scripts/train_sd3.py}"
-NUM_PROCESSES="${NUM_PROCESSES:-1}"
-
-# --quiet: a mistake is the trainer's one line, without the launcher's trace. The precision that
-# counts is the preset's.
-launch=(accelerate launch --quiet --num_machines 1 --mixed_precision no --dynamo_backend no
-    --num_processes "$NUM_PROCESSES")
-if ((NUM_PROCESSES > 1)); then
-    launch+=(--multi_gpu)
-fi
-exec "${launch[@]}" "$SCRIPT" --config "$CONFIG" "$@"
+source scripts/launch.sh
