@@ -47,6 +47,7 @@ def _data_and_model() -> ConfigDict:
     config = ConfigDict()
     config.dataset = "dataset/ocr"  # folder with {train,test}.txt or {train,test}_metadata.jsonl
     config.prompt_fn = "general_ocr"  # general_ocr: .txt, geneval: .jsonl with metadata
+    config.unreadable_images = "stop"  # stop | skip: prompts whose reference image cannot be read
     config.resolution = 512  # image height and width, pixels
     config.reward_fn = ConfigDict({"ocr": 1.0})  # weights; 0 = evaluation only
     config.reward = ConfigDict()

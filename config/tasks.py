@@ -31,6 +31,13 @@ def geneval(config: ConfigDict) -> None:
     config.eval.batch_size = 14
 
 
+def counting_edit(config: ConfigDict) -> None:
+    """Change the number of objects in an image; scored by a detector and by likeness to it."""
+    config.dataset = "dataset/counting_edit"
+    config.prompt_fn = "geneval"
+    config.reward_fn = {"image_similarity": 0.5, "geneval": 0.5}
+
+
 def pickscore(config: ConfigDict) -> None:
     """Make images that people prefer; scored by a model of their choices."""
     config.dataset = "dataset/pickscore"

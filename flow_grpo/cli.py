@@ -147,6 +147,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
     if PRINT_CONFIG in actions:
         sys.stdout.write(_printed(config))
         return 0
+    adapter.check_config(config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     from accelerate import Accelerator, InitProcessGroupKwargs

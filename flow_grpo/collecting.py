@@ -9,7 +9,7 @@ from torch import Tensor
 from flow_grpo import evaluation, seeds
 from flow_grpo.advantages import combine_rewards, zero_std_groups
 from flow_grpo.algorithms.base import KEPT, Scores
-from flow_grpo.data import epoch_prompt_indices
+from flow_grpo.data import Prompt, epoch_prompt_indices
 from flow_grpo.epoch_steps import EpochSteps, epoch_steps
 from flow_grpo.rewards.base import Samples, State
 from flow_grpo.rollout import Trajectory, sample_trajectory
@@ -23,7 +23,7 @@ class Collected(NamedTuple):
     tensors: dict[str, Tensor]  # fields of rollout.Trajectory
     sigmas: Tensor  # (T+1,)
     steps: EpochSteps
-    prompts: list[str]  # of the epoch's groups
+    prompts: list[Prompt]  # of the epoch's groups
     pending: list  # reward results to come, one a rollout batch
 
 
@@ -32,15 +32,14 @@ class Rollout(NamedTuple):
 
     run: Run
     epoch: int
-    prompts: list[str]  # of the epoch's groups
+    prompts: list[Prompt]  # of the epoch's groups
     sigmas: Tensor  # (T+1,) on the device
     steps: EpochSteps
 
     def velocity(self, numbers):
         """Return velocity(x, sigma, **how) under the conditions of samples `numbers`."""
         run = self.run
-        texts = [self.prompts[n // run.plan.group_size] for n in numbers]
-        cond = run.prompt_cache(texts, run.accelerator.device)
+        cond = run.conditions([self.prompts[n // run.plan.group_size] for n in numbers])
         scale = run.config.sample.guidance_scale
 
         return lambda x, sigma, **how: run.policy.velocity(x, sigma, cond, scale, **how)
@@ -138,7 +137,7 @@ def collect(run: Run, epoch: int, bar) -> Collected:
     chosen = [run.prompts[i] for i in indices]
     steps = epoch_steps(config, epoch, trains_steps="window" in run.algorithm.keeps)
     sigmas = run.model.sigmas(config.sample.num_steps, run.size).to(run.accelerator.device)
-    rollout = Rollout(run, epoch, [c.prompt for c in chosen], sigmas, steps)
+    rollout = Rollout(run, epoch, chosen, sigmas, steps)
     fields = [field for name in sorted(run.algorithm.keeps) for field in KEPT[name]]
     kept, pending = [], []
     first = run.accelerator.process_index * plan.samples_per_rank
@@ -154,7 +153,7 @@ def collect(run: Run, epoch: int, bar) -> Collected:
                 images=run.model.decode(trajectory.final).cpu(),
                 prompts=[chosen[group].prompt for group in groups],
                 metadata=[chosen[group].metadata for group in groups],
-                reference_images=None,
+                reference_images=run.reference_images([chosen[group] for group in groups]),
                 group_ids=torch.tensor(groups),
             )
             pending.append(run.rewards.submit(samples, names=tuple(run.weights)))

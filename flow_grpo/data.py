@@ -1,7 +1,8 @@
 """Prompt sets on disk, and which of their prompts an epoch draws.
 
 A set is a folder. `general_ocr` reads `{split}.txt`, a prompt a line; `geneval` reads
-`{split}_metadata.jsonl`, an object with a "prompt" a line, kept whole as the metadata.
+`{split}_metadata.jsonl`, an object with a "prompt" a line, kept whole as the metadata. Sets for
+editing have an "image" there too: a file, relative to the folder.
 """
 
 import difflib
@@ -22,6 +23,7 @@ REPO_ROOT = Path(__file__).resolve().parents[1]
 class Prompt(NamedTuple):
     prompt: str
     metadata: dict
+    image: Path | None = None  # file of the reference image, of sets for editing
 
 
 def load_prompts(dataset: str | Path, split: str, prompt_fn: str) -> list[Prompt]:
@@ -99,7 +101,10 @@ def _geneval_prompts(path: Path) -> Iterator[Prompt]:
                 f'{path}:{number}: "prompt" must be a non-empty string; found {prompt!r} '
                 f"(keys: {keys})"
             )
-        yield Prompt(prompt.strip(), metadata)
+        image = metadata.get("image")
+        if image is not None and not (isinstance(image, str) and image.strip()):
+            raise ValueError(f'{path}:{number}: "image" must name a file; found {image!r}')
+        yield Prompt(prompt.strip(), metadata, image and path.parent / image)
 
 
 PROMPT_FNS = {

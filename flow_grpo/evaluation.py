@@ -39,7 +39,7 @@ def evaluate(run, progress) -> tuple[dict[str, float], dict]:
                     images=images,
                     prompts=[run.eval_prompts[i].prompt for i in real],
                     metadata=[run.eval_prompts[i].metadata for i in real],
-                    reference_images=None,
+                    reference_images=run.reference_images([run.eval_prompts[i] for i in real]),
                     group_ids=None,
                 )
                 pending.append(run.rewards.submit(samples))
@@ -90,7 +90,7 @@ def _images(run, places: list[int], sigmas: Tensor) -> Tensor:
         seeds.normal(shape, run.config.seed, seeds.EVAL_NOISE, group=place) for place in places
     ]
     x = run.model.initial_latents(len(places), run.size, torch.stack(noise).to(device))
-    cond = run.prompt_cache([run.eval_prompts[place].prompt for place in places], device)
+    cond = run.conditions([run.eval_prompts[place] for place in places])
     guidance_scale = run.config.eval.guidance_scale
 
     def velocity(x, sigma, *, replay):

@@ -12,12 +12,12 @@ Trained with flow_grpo by online reinforcement learning ({algorithm}), {epoch} e
 Rewards (weight): {rewards}. Prompts: `{dataset}`. {weights}
 
 ```python
-from diffusers import {pipeline}
+{imports}from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("{base}"{absent})
 {load}
 image = pipe(
-    "{prompt}", num_inference_steps={num_steps}, guidance_scale={guidance_scale},
+    prompt="{prompt}",{edited} num_inference_steps={num_steps}, guidance_scale={guidance_scale},
     height={resolution}, width={resolution}, max_sequence_length={tokens},
 ).images[0]
 ```
@@ -25,6 +25,11 @@ image = pipe(
 These are the settings of the evaluations.{alpha}
 Source commit: {commit}.
 """
+# Of families that take a reference image: it was resized to the size of the one to make.
+EDITED = """
+    image=PIL.Image.open("IMAGE").convert("RGB").resize(({resolution}, {resolution})),
+    max_area={resolution} * {resolution}, _auto_resize=False,
+   """
 
 
 def write_weights(run, path: Path) -> None:
@@ -50,7 +55,7 @@ def _card(run) -> str:
         base_model=config.pretrained.model,
         base_model_relation="adapter" if config.use_lora else "finetune",
         library_name="diffusers",
-        pipeline_tag="text-to-image",
+        pipeline_tag="image-to-image" if run.model.takes_images else "text-to-image",
         tags=["diffusers", "flow-grpo", run.model.family, *(["lora"] if config.use_lora else [])],
     )
     without_t5 = getattr(run.model.pipeline, "text_encoder_3", 0) is None
@@ -62,6 +67,7 @@ def _card(run) -> str:
         rewards=", ".join(f"{name} ({weight})" for name, weight in run.rewards.weights.items()),
         dataset=config.dataset,
         weights="Moving average of the weights." if run.policy.ema else "",
+        imports="import PIL.Image\n" if run.model.takes_images else "",
         pipeline=run.model.pipeline_class,
         absent=", text_encoder_3=None, tokenizer_3=None" if without_t5 else "",
         load='pipe.load_lora_weights("THIS FOLDER")'
@@ -70,6 +76,7 @@ def _card(run) -> str:
         alpha=" alpha is folded into the weights: do not scale them again."
         if config.use_lora
         else "",
+        edited=EDITED.format(resolution=config.resolution) if run.model.takes_images else "",
         prompt=run.eval_prompts[0].prompt.replace('"', '\\"'),
         tokens=config.sample.max_sequence_length,
         num_steps=config.eval.num_steps,

@@ -211,7 +211,12 @@ class Policy:
         model, transformer = self.model, self.model.transformer
         device = next(transformer.parameters()).device
         x = seeds.normal((1, *model.latent_shape(size)), 0, seeds.EVAL_NOISE).to(device)
-        cond = model.encode(transformer, [""], size=size, negative=None)
+        images = None
+        if model.takes_images:
+            from PIL import Image
+
+            images = [Image.new("RGB", size[::-1])]
+        cond = model.encode(transformer, [""], images, size=size, negative=None)
         sigma = torch.full((1,), 0.5, device=device)
         with torch.enable_grad():
             model.velocity(transformer, x, sigma, cond, 1.0).square().mean().backward()

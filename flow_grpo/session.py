@@ -2,17 +2,19 @@
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from flow_grpo import registry
 from flow_grpo.batching import BatchPlan, plan_batches
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.epoch_steps import check_steps, epoch_steps
-from flow_grpo.models.base import FlowModel, PromptCache
+from flow_grpo.images import image_tensor, with_readable_images
+from flow_grpo.models.base import Cond, FlowModel, PromptCache
 from flow_grpo.models.loading import half_precision_dtype, resolve_model
 from flow_grpo.old_names import RENAMED, translate_old_names
 from flow_grpo.policy import Policy
@@ -93,6 +95,19 @@ class Run:
     def size(self) -> tuple[int, int]:
         """Return (height, width) in pixels."""
         return (self.config.resolution, self.config.resolution)
+
+    def conditions(self, prompts: Sequence[Prompt]) -> Cond:
+        """Return what the model is told of `prompts`, on the device."""
+        texts, device = [p.prompt for p in prompts], self.accelerator.device
+        images = [p.image for p in prompts] if self.model.takes_images else None
+        return self.prompt_cache(texts, device, images)
+
+    def reference_images(self, prompts: Sequence[Prompt]) -> list[Tensor] | None:
+        """Return the prompts' images (3, h, w) in [0, 1], each as large as its file has it."""
+        if not self.model.takes_images:
+            return None
+        tensors = {path: image_tensor(path) for path in dict.fromkeys(p.image for p in prompts)}
+        return [tensors[p.image] for p in prompts]
 
     @property
     def is_main(self) -> bool:
@@ -231,9 +246,10 @@ def usable_prompts(config, split: str) -> list[Prompt]:
     """Load a split and drop the prompts to which no weighted reward applies, saying how many.
 
     Raises:
-        ValueError: none is left.
+        ValueError: none is left, or a reference image is unreadable and is not to be skipped.
     """
     prompts = load_prompts(config.dataset, split, config.prompt_fn)
+    prompts = with_readable_images(prompts, config.unreadable_images)
     applies = [False] * len(prompts)
     names = [name for name, weight in reward_weights(config).items() if weight != 0]
     for name in names:
@@ -264,14 +280,21 @@ def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder
         model = adapter.load(config, accelerator.device)
     size = (config.resolution, config.resolution)
     model.check_size(size)
+    images = model.takes_images
+    if images and not all(p.image for p in (*prompts, *eval_prompts)):
+        raise ValueError(
+            f"{type(model).__name__} edits images, but {config.dataset} has prompts without one; "
+            'give every line of its jsonl an "image" (prompt_fn geneval)'
+        )
     policy = Policy(model, config, accelerator, keeps=algorithm.weights)
     guided = max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
     cache = PromptCache(
-        model, policy.module, size=size, negative="" if guided else None,
+        model, policy.module, size=size, negative=model.negative if guided else None,
         max_size=config.sample.prompt_cache_size,
     )  # fmt: skip
     if config.sample.offload_text_encoders:
-        cache.fill([p.prompt for p in (*prompts, *eval_prompts)])
+        both = (*prompts, *eval_prompts)
+        cache.fill([p.prompt for p in both], [p.image for p in both] if images else None)
         model.offload_text_encoders()
     rewards = RewardClient(
         reward_weights(config),

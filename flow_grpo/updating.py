@@ -152,7 +152,7 @@ def _row_batch(run, collected, tensors, ids: Tensor, advantages, share) -> RowBa
         trained = torch.tensor(collected.steps.trained)[step].to(device)
         sigma, sigma_next = collected.sigmas[trained], collected.sigmas[trained + 1]
     return RowBatch(
-        cond=run.prompt_cache([collected.prompts[n // size] for n in flat.tolist()], device),
+        cond=run.conditions([collected.prompts[n // size] for n in flat.tolist()]),
         kept=kept,
         advantage=advantages[flat].float().to(device),
         weight=share.weight.to(device),
@@ -161,6 +161,7 @@ def _row_batch(run, collected, tensors, ids: Tensor, advantages, share) -> RowBa
         sigma_next=sigma_next,
         sigma_max=collected.sigmas[1],
         noise=_forward_noise(run, samples[:, 0], columns["draw"]) if "draw" in columns else None,
+        guidance_scale=run.config.sample.guidance_scale if run.model.negative is None else 1.0,
     )
 
 

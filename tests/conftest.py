@@ -37,6 +37,36 @@ def tiny_sd3_t5_dir(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def tiny_flux_dir(tmp_path_factory) -> str:
+    """Save a random FLUX.1 and return its folder."""
+    import tiny_flux
+
+    folder = tmp_path_factory.mktemp("tiny_flux")
+    tiny_flux.flux().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_flux_kontext_dir(tmp_path_factory) -> str:
+    """Save a random FLUX.1-Kontext and return its folder."""
+    import tiny_flux
+
+    folder = tmp_path_factory.mktemp("tiny_flux_kontext")
+    tiny_flux.flux_kontext().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def edit_set(tmp_path_factory) -> Path:
+    """Return a prompt set for editing: 6 prompts a split, 3 images of 3 shapes in each."""
+    import tiny_flux
+
+    folder = tmp_path_factory.mktemp("edit_set")
+    tiny_flux.write_edit_set(folder)
+    return folder
+
+
 @pytest.fixture
 def tiny_config(tiny_sd3_dir, tmp_path):
     """Return the preset `tiny_ocr` shrunk to a random model of 32 px and a reward without model."""
@@ -93,7 +123,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def train(capfd, monkeypatch):
-    """Return a function that runs `scripts/train_sd3.py` with some arguments in this process."""
+    """Return a function that runs a train script with some arguments in this process."""
     from flow_grpo import cli
     from flow_grpo.models.sd3 import SD3
 
@@ -103,11 +133,11 @@ def train(capfd, monkeypatch):
     root = logging.getLogger()
     handlers, levels = root.handlers[:], (root.level, cli.logger.level)
 
-    def call(*arguments: str) -> Outcome:
+    def call(*arguments: str, adapter=SD3) -> Outcome:
         capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["train_sd3.py", *arguments])
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         with pytest.raises(SystemExit) as exited:
-            cli.run(SD3)
+            cli.run(adapter)
         return Outcome(exited.value.code, *capfd.readouterr())
 
     yield call
@@ -127,10 +157,10 @@ def make_run():
 
     built = []
 
-    def build(config) -> session.Run:
+    def build(config, adapter=SD3) -> session.Run:
         accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=True)
         plan = session.check_config(config, accelerator.num_processes)
-        built.append(session.build(SD3, config, accelerator, plan, RunFolder(config)))
+        built.append(session.build(adapter, config, accelerator, plan, RunFolder(config)))
         return built[-1]
 
     yield build

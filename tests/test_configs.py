@@ -13,6 +13,9 @@ import config.grpo
 from config import base
 from flow_grpo import cli, session
 from flow_grpo.metrics import flatten
+from flow_grpo.models.flux import Flux
+from flow_grpo.models.flux_kontext import FluxKontext
+from flow_grpo.models.sd3 import SD3
 from flow_grpo.old_names import OLD_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,8 +34,15 @@ PRESETS = [
 every_preset = pytest.mark.parametrize(("file", "name"), PRESETS, ids=map(":".join, PRESETS))
 WORLD_SIZES = (1, 8, 32)
 # Rewards whose model is not in the repository: a download or a server.
-OUTSIDE = ("geneval", "pickscore", "clipscore")
+OUTSIDE = ("geneval", "pickscore", "clipscore", "image_similarity")
 RATIOS = ("grpo", "grpo_guard")  # algorithms that compare the policy with the collecting one
+
+
+def family(name: str) -> tuple[type, str]:
+    """Return the adapter that a preset is for and the fixture of its tiny pipeline."""
+    if "kontext" in name:
+        return FluxKontext, "tiny_flux_kontext_dir"
+    return (Flux, "tiny_flux_dir") if "flux" in name else (SD3, "tiny_sd3_t5_dir")
 
 
 def first_line(file: str, name: str) -> str:
@@ -77,7 +87,7 @@ def test_a_preset_learns_as_its_file_and_its_name_say(file, name):
     assert found.algorithm == (named[0] if named else file)
     if file in ("dpo", "sft"):
         assert (found.train.old_update_freq > 0) == ("online" in name)
-    assert ("fast" in name and "nocfg" not in name) <= found.sample.branching
+    assert ("sd3_fast" in name and "nocfg" not in name) <= found.sample.branching
 
 
 @every_preset
@@ -122,6 +132,11 @@ PUBLISHED = {
     ("grpo", "general_ocr_sd3_4gpu"): (4, 8, 16, 8, 4),
     ("grpo", "pickscore_sd3_4gpu"): (4, 8, 16, 8, 4),
     ("grpo", "general_ocr_sd3_1gpu"): (1, 8, 8, 8, 4),
+    ("grpo", "pickscore_flux"): (32, 3, 24, 12, 6),
+    ("grpo", "pickscore_flux_8gpu"): (8, 3, 24, 48, 24),
+    ("grpo", "counting_flux_kontext"): (28, 3, 21, 12, 6),
+    ("grpo", "geneval_flux_fast"): (32, 3, 24, 12, 6),
+    ("grpo", "pickscore_flux_fast"): (32, 3, 24, 12, 6),
     ("grpo_guard", "general_ocr_sd3_rationorm"): (16, 9, 24, 8, 4),
     ("grpo_guard", "pickscore_hps_sd3_ratio_norm"): (16, 9, 24, 8, 4),
     ("grpo_guard", "geneval_sd3_rationorm"): (16, 9, 24, 8, 4),
@@ -243,13 +258,14 @@ def small(settings: ConfigDict) -> list[str]:
 
 
 @every_preset
-def test_every_preset_collects_rewards_and_updates_once(
-    file, name, train, tiny_sd3_t5_dir, tmp_path
-):
+def test_every_preset_collects_rewards_and_updates_once(file, name, train, request, tmp_path):
     settings = FILES[file].get_config(name)
+    adapter, fixture = family(name)
+    model = request.getfixturevalue(fixture)
+    edits = [f"--config.dataset={request.getfixturevalue('edit_set')}"] * adapter.takes_images
     outcome = train(
-        f"--config={ROOT / 'config' / file}.py:{name}", *small(settings),
-        f"--config.pretrained.model={tiny_sd3_t5_dir}", f"--config.logdir={tmp_path}",
+        f"--config={ROOT / 'config' / file}.py:{name}", *small(settings), *edits,
+        f"--config.pretrained.model={model}", f"--config.logdir={tmp_path}", adapter=adapter,
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert f"***** {name}: {settings.algorithm} *****" in outcome.err

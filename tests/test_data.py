@@ -24,7 +24,11 @@ def message_of(call, *arguments):
 def test_text_prompts_are_the_stripped_lines_that_are_not_blank(tmp_path):
     write(tmp_path / "train.txt", '  a sign that reads "HI"  \n\n \t\na cat\r\n\u4e00\u53ea\u732b')
     prompts = data.load_prompts(tmp_path, "train", "general_ocr")
-    assert prompts == [('a sign that reads "HI"', {}), ("a cat", {}), ("\u4e00\u53ea\u732b", {})]
+    assert [p[:2] for p in prompts] == [
+        ('a sign that reads "HI"', {}),
+        ("a cat", {}),
+        ("\u4e00\u53ea\u732b", {}),
+    ]
     assert prompts[0].prompt == 'a sign that reads "HI"'
 
 
@@ -36,7 +40,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
 def test_geneval_keeps_the_whole_line_as_metadata_and_repeated_lines_twice(tmp_path):
     entry = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
     write(tmp_path / "test_metadata.jsonl", f"{json.dumps(entry)}\n\n{json.dumps(entry)}\n")
-    assert data.load_prompts(tmp_path, "test", "geneval") == [("two cups", entry)] * 2
+    assert data.load_prompts(tmp_path, "test", "geneval") == [("two cups", entry, None)] * 2
 
 
 def test_a_missing_folder_names_its_neighbours_and_the_way_to_get_it(tmp_path):

@@ -59,14 +59,14 @@ def test_small_sets_are_what_their_generator_writes(generate, name):
 
 @pytest.mark.parametrize("name", SMALL_SETS)
 def test_train_and_test_prompts_are_disjoint(name):
-    train, test = ({prompt for prompt, _ in prompts(name, split)} for split in ("train", "test"))
+    train, test = ({prompt for prompt, *_ in prompts(name, split)} for split in ("train", "test"))
     assert not train & test
 
 
 @pytest.mark.parametrize("name", SMALL_SETS)
 def test_prompts_are_plain_and_unique_but_for_drawbench(name):
     for split in ("train", "test"):
-        lines = [prompt for prompt, _ in prompts(name, split)]
+        lines = [prompt for prompt, *_ in prompts(name, split)]
         assert all(line.isascii() and "{" not in line for line in lines)
         repeats = set(Counter(lines).values())
         assert repeats == ({5} if (name, split) == ("drawbench", "test") else {1})
@@ -92,7 +92,7 @@ def test_sizes_are_those_of_the_readme(name, num_train, num_test):
 def test_ocr_prompts_quote_one_text_and_the_splits_share_none():
     texts = {}
     for split in ("train", "test"):
-        lines = [prompt for prompt, _ in prompts("ocr", split)]
+        lines = [prompt for prompt, *_ in prompts("ocr", split)]
         assert all(line.count('"') == 2 for line in lines)
         texts[split] = [line.split('"')[1] for line in lines]
         lengths = [len(text.replace(" ", "")) for text in texts[split]]
@@ -114,7 +114,7 @@ def test_geneval_has_all_six_tags_in_both_splits():
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_geneval_metadata_says_what_its_prompt_says(split):
-    for prompt, metadata in prompts("geneval", split):
+    for prompt, metadata, _ in prompts("geneval", split):
         check = {"exclude"} if metadata["tag"] == "counting" else set()
         assert set(metadata) == {"tag", "include", "prompt"} | check
         assert prompt == metadata["prompt"]
@@ -188,9 +188,9 @@ def test_one_scene_has_one_key_so_that_it_falls_into_one_split(generate, monkeyp
 
 
 def test_pickscore_sfw_captions_are_sentences_and_other_than_pickscore():
-    sfw = {prompt for split in ("train", "test") for prompt, _ in prompts("pickscore_sfw", split)}
+    sfw = {prompt for split in ("train", "test") for prompt, *_ in prompts("pickscore_sfw", split)}
     assert all(prompt.count(" ") >= 5 for prompt in sfw)
-    assert not sfw & {p for split in ("train", "test") for p, _ in prompts("pickscore", split)}
+    assert not sfw & {p for split in ("train", "test") for p, *_ in prompts("pickscore", split)}
 
 
 def test_the_generator_does_not_overwrite_a_set_that_is_not_its_own(generate, tmp_path, capsys):

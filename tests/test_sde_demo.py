@@ -18,10 +18,24 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_grid_shows_every_sde_and_noise_0_is_the_unpatched_pipeline(tiny_sd3_dir, tmp_path):
+FAMILIES = {
+    "sd3": ("tiny_sd3_dir",),
+    "flux": ("tiny_flux_dir", "--max_sequence_length", "32"),
+    "flux_kontext": ("tiny_flux_kontext_dir", "--max_sequence_length", "32", "--image"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_grid_shows_every_sde_and_noise_0_is_the_unpatched_pipeline(
+    family, request, edit_set, tmp_path
+):
     out = tmp_path / "new" / "grid.png"
+    fixture, *more = FAMILIES[family]
+    if "--image" in more:
+        more.append(str(edit_set / "train" / "1.png"))
     done = _run(
-        *("--pretrained", tiny_sd3_dir, "--resolution", "32", "--num_steps", "3"),
+        *("--model", family, "--pretrained", request.getfixturevalue(fixture), *more),
+        *("--resolution", "32", "--num_steps", "3"),
         *("--guidance_scale", "3", "--noise_levels", "0,0.7", "--out", str(out)),
     )
     assert done.returncode == 0, done.stderr
@@ -44,7 +58,8 @@ def test_the_grid_shows_every_sde_and_noise_0_is_the_unpatched_pipeline(tiny_sd3
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "sd4"), "unknown model 'sd4'; there are: sd3; did you mean 'sd3'?"),
+        (("--model", "sd4"), "unknown model 'sd4'; there are: flux, flux_kontext, sd3; "),
+        (("--image", "a.png"), "--image ('a.png'): model sd3 takes no reference image"),
         (("--noise_levels", "0,-1"), "--noise_levels (0,-1) must be numbers from 0 on"),
     ],
 )

@@ -58,6 +58,7 @@ class RowBatch(NamedTuple):
     sigma_next: Tensor | None  # (b,) float32, of rows with a step
     sigma_max: Tensor  # (), the schedule's second sigma
     noise: Tensor | None  # (b, *latent) float32, of rows with a draw
+    guidance_scale: float = 1.0  # of losses on noised images: 1, or what the model is told
 
 
 class Algorithm(Protocol):

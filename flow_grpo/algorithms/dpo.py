@@ -13,7 +13,6 @@ from torch import Tensor
 from flow_grpo.advantages import preference_pairs
 from flow_grpo.algorithms.base import RowBatch, Rows, Scores, noise_levels, renewed_every
 from flow_grpo.losses import dpo_loss, flow_matching_error
-from flow_grpo.models.base import Cond
 from flow_grpo.sde import diffuse
 
 
@@ -68,8 +67,8 @@ class Dpo:
         x_0 = batch.kept["final"]
         noise, sigma = torch.cat([batch.noise] * 2), torch.cat([batch.sigma] * 2)
         x = diffuse(x_0, noise, sigma)
-        old = self._errors(policy, x, sigma, batch.cond, x_0, noise, weights="old")
-        new = self._errors(policy, x, sigma, batch.cond, x_0, noise, weights="current")
+        old = self._errors(policy, batch, x, sigma, noise, weights="old")
+        new = self._errors(policy, batch, x, sigma, noise, weights="current")
         loss, inside = dpo_loss(*new, *old, beta=self.beta)
         metrics = {
             "loss": loss.detach(),
@@ -82,7 +81,7 @@ class Dpo:
         return (loss * batch.weight).sum(), metrics
 
     @staticmethod
-    def _errors(policy, x, sigma, cond: Cond, x_0, noise, *, weights: str) -> tuple[Tensor, Tensor]:
+    def _errors(policy, batch: RowBatch, x, sigma, noise, *, weights: str) -> tuple[Tensor, Tensor]:
         """Return the flow-matching errors (b,) of the winners and of the losers."""
-        velocity = policy.velocity(x, sigma, cond, 1.0, weights=weights)
-        return flow_matching_error(velocity, x_0, noise).chunk(2)
+        velocity = policy.velocity(x, sigma, batch.cond, batch.guidance_scale, weights=weights)
+        return flow_matching_error(velocity, batch.kept["final"], noise).chunk(2)

@@ -63,11 +63,12 @@ class Nft:
     def loss(self, policy, batch: RowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum of adv_clip_max * NFT + kl_coef * KL, and metrics."""
         x_0, sigma, cond = batch.kept["final"], batch.sigma, batch.cond
+        scale = batch.guidance_scale
         x = diffuse(x_0, batch.noise, sigma)
-        old = policy.velocity(x, sigma, cond, 1.0, weights="old")
+        old = policy.velocity(x, sigma, cond, scale, weights="old")
         if self.kl_coef > 0:
-            reference = policy.velocity(x, sigma, cond, 1.0, weights="reference")
-        velocity = policy.velocity(x, sigma, cond, 1.0)
+            reference = policy.velocity(x, sigma, cond, scale, weights="reference")
+        velocity = policy.velocity(x, sigma, cond, scale)
         preference = (batch.advantage / self.adv_clip_max).clamp(-1, 1) / 2 + 0.5
         loss = nft_loss(velocity, old, x, x_0, sigma, preference, beta=self.beta)
         loss = loss * self.adv_clip_max

@@ -64,11 +64,11 @@ class Sft:
 
     def loss(self, policy, batch: RowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum of weight * flow matching + kl_coef * KL, and metrics."""
-        x_0 = batch.kept["final"]
+        x_0, scale = batch.kept["final"], batch.guidance_scale
         x = diffuse(x_0, batch.noise, batch.sigma)
         if self.kl_coef > 0:
-            reference = policy.velocity(x, batch.sigma, batch.cond, 1.0, weights="reference")
-        velocity = policy.velocity(x, batch.sigma, batch.cond, 1.0)
+            reference = policy.velocity(x, batch.sigma, batch.cond, scale, weights="reference")
+        velocity = policy.velocity(x, batch.sigma, batch.cond, scale)
         error = flow_matching_error(velocity, x_0, batch.noise)
         loss = batch.advantage * error
         metrics = {"flow_matching": error.detach()}

@@ -4,9 +4,13 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from flow_grpo.images import content_digest, open_image
+from flow_grpo.models.loading import half_precision_dtype
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,18 @@ class FlowModel(ABC):
     pipeline_class: str  # name in diffusers
     family: str  # tag of the model card
     lora_targets: tuple[str, ...]
-    block_class: str  # the repeated block, for FSDP and compilation
+    block_class: str  # the repeated block, for FSDP and compilation; several: by commas
+    negative: str | None = ""  # of the unguided branch; None: guidance is a number it is told
+    no_fp16: str = ""  # why the family cannot run in fp16, if it cannot
+    takes_images: bool = False  # every prompt comes with a reference image
     pipeline: object  # the loaded diffusers pipeline
     dtype: torch.dtype  # of the frozen transformer weights
+    max_sequence_length: int  # tokens of a prompt
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        """Raise ValueError for a setting that the family cannot do; needs no model."""
+        half_precision_dtype(config.mixed_precision, no_fp16=cls.no_fp16)
 
     @classmethod
     @abstractmethod
@@ -82,7 +95,7 @@ class FlowModel(ABC):
         Args:
             module: the trained module, for families whose condition needs it.
             prompts: b texts.
-            images: b reference images for editing families.
+            images: b reference images (PIL, RGB) for families that take them.
             size: of the image to make.
             negative: text of the unguided branch; None without classifier-free guidance.
         """
@@ -118,6 +131,28 @@ class FlowModel(ABC):
             guidance_scale: above 1, classifier-free guidance inside one forward of 2b.
         """
 
+    def stock(
+        self,
+        prompts: Sequence[str],
+        x: Tensor,
+        images: Sequence | None = None,
+        *,
+        size: tuple[int, int],
+        num_steps: int,
+        guidance_scale: float,
+    ) -> Tensor:
+        """Return x_0 (b, *latent), float32, from x at sigma 1 by the unpatched pipeline's call."""
+        return self.pipeline(
+            prompt=list(prompts),
+            latents=x.to(self.dtype),
+            height=size[0],
+            width=size[1],
+            num_inference_steps=num_steps,
+            guidance_scale=guidance_scale,
+            max_sequence_length=self.max_sequence_length,
+            output_type="latent",
+        ).images.float()
+
     @abstractmethod
     def encode_images(self, images: Tensor) -> Tensor:
         """Return x_0 (b, *latent) of images (b, 3, h, w) in [0, 1]."""
@@ -137,33 +172,44 @@ class PromptCache:
     def __init__(self, model: FlowModel, module, *, size, negative: str | None, max_size: int):
         self._model, self._module = model, module
         self._size, self._negative, self._max_size = size, negative, max_size
-        self._conds: OrderedDict[str, Cond] = OrderedDict()
+        self._conds: OrderedDict[tuple[str, str | None], Cond] = OrderedDict()
         self.num_encoded = 0  # forwards so far
 
-    def __call__(self, prompts: Sequence[str], device: torch.device | str) -> Cond:
-        """Return the conditions of `prompts` on `device`, in order, repeats shared."""
-        unique = list(dict.fromkeys(prompts))
-        place = {prompt: i for i, prompt in enumerate(unique)}
-        cond = Cond.cat([self._one(prompt) for prompt in unique]).to(device)
-        return cond.index(torch.tensor([place[prompt] for prompt in prompts], device=device))
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        device: torch.device | str,
+        images: Sequence[Path] | None = None,
+    ) -> Cond:
+        """Return the conditions of `prompts` on `device`, in order, repeats shared.
 
-    def fill(self, prompts: Sequence[str]) -> None:
+        `images` are the files of their reference images, for families that take them; files of
+        one content are one image.
+        """
+        keyed = _keyed(prompts, images)
+        place = {key: i for i, key in enumerate(dict(keyed))}
+        cond = Cond.cat([self._one(key, path) for key, path in dict(keyed).items()]).to(device)
+        return cond.index(torch.tensor([place[key] for key, _ in keyed], device=device))
+
+    def fill(self, prompts: Sequence[str], images: Sequence[Path] | None = None) -> None:
         """Encode all of `prompts` now and make room for them beside what is there."""
-        self._max_size = max(self._max_size, len({*self._conds, *prompts}))
-        for prompt in dict.fromkeys(prompts):
-            self._one(prompt)
+        keyed = dict(_keyed(prompts, images))
+        self._max_size = max(self._max_size, len({*self._conds, *keyed}))
+        for key, path in keyed.items():
+            self._one(key, path)
 
-    def _one(self, prompt: str) -> Cond:
-        if prompt in self._conds:
-            self._conds.move_to_end(prompt)
-            return self._conds[prompt]
+    def _one(self, key: tuple[str, str | None], path: Path | None) -> Cond:
+        if key in self._conds:
+            self._conds.move_to_end(key)
+            return self._conds[key]
+        images = None if path is None else [open_image(path)]
         with torch.no_grad():
             cond = self._model.encode(
-                self._module, [prompt], size=self._size, negative=self._negative
+                self._module, [key[0]], images, size=self._size, negative=self._negative
             )
         self.num_encoded += 1
         cond = self._sharing_storage(cond.to("cpu"))
-        self._conds[prompt] = cond
+        self._conds[key] = cond
         if len(self._conds) > self._max_size:
             self._conds.popitem(last=False)
         return cond
@@ -173,3 +219,13 @@ class PromptCache:
         newest = self._conds[next(reversed(self._conds))].tensors if self._conds else {}
         shared = {name: old for name, old in newest.items() if torch.equal(old, cond[name])}
         return Cond(cond.tensors | shared)
+
+
+def _keyed(prompts: Sequence[str], images: Sequence[Path] | None) -> list[tuple]:
+    """Return ((prompt, content of its image), its file) of each prompt; None without images."""
+    paths = [None] * len(prompts) if images is None else images
+    digests = [None if path is None else content_digest(path) for path in paths]
+    return [
+        ((prompt, digest), path)
+        for prompt, digest, path in zip(prompts, digests, paths, strict=True)
+    ]

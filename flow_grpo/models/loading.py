@@ -9,11 +9,16 @@ PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def half_precision_dtype(mixed_precision: str) -> torch.dtype:
-    """Return the dtype of frozen weights under `mixed_precision` (no, fp16, bf16)."""
-    if mixed_precision not in DTYPES:
+def half_precision_dtype(mixed_precision: str, *, no_fp16: str = "") -> torch.dtype:
+    """Return the dtype of frozen weights under `mixed_precision` (no, fp16, bf16).
+
+    `no_fp16` says why a family cannot run in fp16, if it cannot.
+    """
+    allowed = [name for name in DTYPES if not (no_fp16 and name == "fp16")]
+    if mixed_precision not in allowed:
+        reason = f": {no_fp16}" if mixed_precision == "fp16" else ""
         raise ValueError(
-            f"mixed_precision ({mixed_precision!r}) must be one of {', '.join(DTYPES)}"
+            f"mixed_precision ({mixed_precision!r}) must be one of {', '.join(allowed)}{reason}"
         )
     return DTYPES[mixed_precision]
 
@@ -67,6 +72,38 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
             "use the train script of that family, or another pretrained.model"
         )
     return index
+
+
+def load_pipeline(pipeline_class: str, path: str, config, half: torch.dtype, **absent):
+    """Return a diffusers pipeline: frozen parts in `half`, trained ones and the VAE in fp32.
+
+    Args:
+        pipeline_class: its name in diffusers.
+        path: folder or hub id, whose class has been checked.
+        config: reads `use_lora` and `pretrained.revision`.
+        half: dtype of the frozen weights.
+        absent: parts to leave out, name=None.
+
+    Raises:
+        ValueError: a file is missing or broken.
+    """
+    import diffusers
+
+    dtypes = {
+        "default": half,
+        "transformer": half if config.use_lora else torch.float32,
+        "vae": torch.float32,
+    }
+    try:
+        return getattr(diffusers, pipeline_class).from_pretrained(
+            path,
+            revision=config.pretrained.revision,
+            dtype=dtypes,
+            use_safetensors=True,
+            **absent,
+        )
+    except OSError as error:
+        raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
 
 
 def quiet_libraries() -> None:

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from flow_grpo.guidance import classifier_free
 from flow_grpo.models.base import Cond, FlowModel
-from flow_grpo.models.loading import half_precision_dtype, model_index, resolve_model
+from flow_grpo.models.loading import (
+    half_precision_dtype,
+    load_pipeline,
+    model_index,
+    resolve_model,
+)
 
 CONDITIONS = ("prompt_embeds", "pooled_prompt_embeds")
 MAX_T5_TOKENS = 512  # the stock pipeline takes no more
@@ -49,28 +54,13 @@ class SD3(FlowModel):
     @classmethod
     def load(cls, config, device: torch.device) -> "SD3":
         """Load from a folder or the hub: frozen parts in half if asked, the VAE in fp32."""
-        from diffusers import StableDiffusion3Pipeline
-
         path = resolve_model(config.pretrained.model)
         index = model_index(path, config.pretrained.revision, expected=cls.pipeline_class)
         has_t5 = index.get("text_encoder_3", [None])[0] is not None
         with_t5 = has_t5 and config.pretrained.use_t5 and config.sample.max_sequence_length != 0
         half = half_precision_dtype(config.mixed_precision)
-        dtypes = {
-            "default": half,
-            "transformer": half if config.use_lora else torch.float32,
-            "vae": torch.float32,
-        }
-        try:
-            pipeline = StableDiffusion3Pipeline.from_pretrained(
-                path,
-                revision=config.pretrained.revision,
-                dtype=dtypes,
-                use_safetensors=True,
-                **({} if with_t5 else {"text_encoder_3": None, "tokenizer_3": None}),
-            )
-        except OSError as error:
-            raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
+        absent = {} if with_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+        pipeline = load_pipeline(cls.pipeline_class, path, config, half, **absent)
         return cls(pipeline, device, max_sequence_length=config.sample.max_sequence_length)
 
     @property

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from config.base import locked_config
 from flow_grpo import registry, seeds
+from flow_grpo.images import open_image
 from flow_grpo.models.base import PromptCache
 from flow_grpo.models.loading import quiet_libraries
 from flow_grpo.rollout import sample_trajectory
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--model", default="sd3", help="a file of flow_grpo/models")
     parser.add_argument("--pretrained", default="flow_grpo/assets/tiny_sd3", help="or a hub id")
     parser.add_argument("--prompt", default='"FLOW" on a blue sign')
+    parser.add_argument("--image", default="", help="file to edit, for models that take one")
     parser.add_argument("--noise_levels", default="0,0.3,0.7,1.0")
     parser.add_argument("--num_steps", type=int, default=8)
     parser.add_argument("--guidance_scale", type=float, default=1.0, help="1: no guidance")
@@ -64,11 +66,22 @@ def demo(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = registry.load(MODELS, args.model).load(_config(args), device)
     size = (args.resolution, args.resolution)
+    if bool(args.image) != model.takes_images:
+        need = "needs" if model.takes_images else "takes no"
+        raise ValueError(f"--image ({args.image!r}): model {args.model} {need} reference image")
     model.check_size(size)
     noise = seeds.normal((1, *model.latent_shape(size)), args.seed, seeds.INITIAL_NOISE)
     x = model.initial_latents(1, size, noise.to(device))
     finals = _finals(args, model, size, x)
-    stock = _stock(args, model, x)
+    images = [open_image(Path(args.image))] if args.image else None
+    stock = model.stock(
+        [args.prompt],
+        x,
+        images,
+        size=size,
+        num_steps=args.num_steps,
+        guidance_scale=args.guidance_scale,
+    )
     for name in SDES:
         final = finals(name, 0.0)
         print(
@@ -84,10 +97,10 @@ def demo(args: argparse.Namespace) -> None:
 def _finals(args: argparse.Namespace, model, size: tuple[int, int], x):
     """Return the function (SDE, noise level) -> x_0 of the prompt."""
     guided = args.guidance_scale > 1
-    cache = PromptCache(
-        model, model.transformer, size=size, negative="" if guided else None, max_size=1
-    )
-    cond, sigmas = cache([args.prompt], x.device), model.sigmas(args.num_steps, size)
+    negative = model.negative if guided else None
+    cache = PromptCache(model, model.transformer, size=size, negative=negative, max_size=1)
+    cond = cache([args.prompt], x.device, [Path(args.image)] if args.image else None)
+    sigmas = model.sigmas(args.num_steps, size)
     stochastic = range(args.num_steps - 1)
     noises = [seeds.normal(x.shape, args.seed, seeds.STEP_NOISE, t=t) for t in stochastic]
 
@@ -106,21 +119,6 @@ def _finals(args: argparse.Namespace, model, size: tuple[int, int], x):
         ).final
 
     return final
-
-
-def _stock(args: argparse.Namespace, model, x):
-    """Return x_0 by the diffusers pipeline itself."""
-    latents = model.pipeline(
-        args.prompt,
-        latents=x.to(model.dtype),
-        height=args.resolution,
-        width=args.resolution,
-        num_inference_steps=args.num_steps,
-        guidance_scale=args.guidance_scale,
-        max_sequence_length=args.max_sequence_length,
-        output_type="latent",
-    ).images
-    return latents.float()
 
 
 def grid(rows: dict[str, list], levels: list[float]) -> Image.Image:
@@ -160,6 +158,7 @@ def _config(args: argparse.Namespace):
     config.pretrained.model = args.pretrained
     config.mixed_precision = args.mixed_precision
     config.sample.max_sequence_length = args.max_sequence_length
+    config.sample.guidance_scale = config.eval.guidance_scale = args.guidance_scale
     return config
 
 
