@@ -49,6 +49,8 @@ def _data_and_model() -> ConfigDict:
     config.prompt_fn = "general_ocr"  # general_ocr: .txt, geneval: .jsonl with metadata
     config.unreadable_images = "stop"  # stop | skip: prompts whose reference image cannot be read
     config.resolution = 512  # image height and width, pixels
+    config.width = 0  # pixels, where it differs from the height; 0 = resolution
+    config.num_frames = 33  # of a clip, one more than a multiple of 4; read by video models only
     config.reward_fn = ConfigDict({"ocr": 1.0})  # weights; 0 = evaluation only
     config.reward = ConfigDict()
     config.reward.timeout_s = 120.0  # seconds for one batch of one reward; beyond it has failed
@@ -151,7 +153,7 @@ def preset(namespace: dict, name: str) -> ConfigDict:
         key: value
         for key, value in namespace.items()
         if isinstance(value, FunctionType)
-        and value.__module__ == namespace["__name__"]
+        and value.__module__ != __name__  # nor what the presets are made by
         and key != "get_config"
         and not key.startswith("_")
     }

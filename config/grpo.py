@@ -11,6 +11,16 @@ from ml_collections import ConfigDict
 
 from config import models, tasks
 from config.base import locked_config, preset
+from config.grpo_families import (  # noqa: F401
+    counting_flux_kontext,
+    general_ocr_wan2_1,
+    geneval_flux_fast,
+    pickscore_flux,
+    pickscore_flux_8gpu,
+    pickscore_flux_fast,
+    pickscore_qwenimage,
+    pickscore_qwenimage_8gpu,
+)
 
 
 def tiny_ocr() -> ConfigDict:
@@ -282,58 +292,6 @@ def general_ocr_sd3_1gpu() -> ConfigDict:
     config.sample.groups_per_epoch = 8
     config.sample.group_size = 8
     config.sample.batch_size = 8
-    return config
-
-
-def pickscore_flux() -> ConfigDict:
-    """Please people with FLUX.1-dev: 32 GPUs; PickScore 21.9 -> 23.4 (paper)."""
-    config = locked_config()
-    models.flux(config)
-    tasks.pickscore(config)
-    config.eval_freq = 30
-    config.save_freq = 30
-    return config
-
-
-def pickscore_flux_8gpu() -> ConfigDict:
-    """`pickscore_flux` for 8 GPUs: the same epoch in four times as many batches."""
-    return pickscore_flux()
-
-
-def _flux_fast(config: ConfigDict) -> None:
-    """Train the first three steps of a CPS."""
-    config.sample.sde_type = "cps"
-    config.sample.noise_level = 0.8
-    config.sample.sde_window_size = 3
-    config.sample.sde_window_range = (0, 3)
-    config.train.clip_range = 1e-5
-
-
-def geneval_flux_fast() -> ConfigDict:
-    """Compose objects with FLUX.1-dev, its first three steps trained: 32 GPUs."""
-    config = pickscore_flux()
-    tasks.geneval(config)
-    _flux_fast(config)
-    return config
-
-
-def pickscore_flux_fast() -> ConfigDict:
-    """`pickscore_flux`, the first three steps trained, each group its own std: 32 GPUs."""
-    config = pickscore_flux()
-    _flux_fast(config)
-    config.sample.global_std = False
-    return config
-
-
-def counting_flux_kontext() -> ConfigDict:
-    """Edit the number of objects with FLUX.1-Kontext-dev: 28 GPUs."""
-    config = locked_config()
-    models.flux_kontext(config)
-    tasks.counting_edit(config)
-    config.eval_freq = 30
-    config.save_freq = 30
-    config.sample.group_size = 21
-    config.eval.batch_size = 2
     return config
 
 

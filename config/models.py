@@ -51,6 +51,40 @@ def flux_kontext(config: ConfigDict) -> None:
     config.eval.guidance_scale = 2.5
 
 
+def qwenimage(config: ConfigDict) -> None:
+    """Set up Qwen-Image at 512 px: 10 steps in training, 50 in evaluation, LoRA r=64, bf16."""
+    config.pretrained.model = "Qwen/Qwen-Image"
+    config.mixed_precision = "bf16"
+    config.resolution = 512
+    config.sample.num_steps = 10
+    config.sample.guidance_scale = 4.0
+    config.sample.max_sequence_length = (
+        256  # fixed, so paid for in every forward; stock cuts at 512
+    )
+    config.eval.num_steps = 50
+    config.eval.guidance_scale = 4.0
+    config.train.lora_rank = 64
+    config.train.lora_alpha = 128
+    config.train.gradient_checkpointing = True
+
+
+def wan2_1(config: ConfigDict) -> None:
+    """Set up Wan2.1-T2V-1.3B, clips of 33 frames at 240 x 416: 20 steps, 50 in evaluation, bf16."""
+    config.pretrained.model = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    config.mixed_precision = "bf16"
+    config.resolution = 240
+    config.width = 416
+    config.num_frames = 33
+    config.sample.num_steps = 20
+    config.sample.guidance_scale = 4.5
+    config.sample.max_sequence_length = 512  # the model saw padding to 512 in training, unmasked
+    config.eval.num_steps = 50
+    config.eval.guidance_scale = 4.5
+    config.train.lora_rank = 32
+    config.train.lora_alpha = 64
+    config.train.gradient_checkpointing = True
+
+
 def tiny_sd3(config: ConfigDict) -> None:
     """Set up the shipped small SD3 at 64 px: no T5, no guidance, fp32 on any device."""
     config.pretrained.model = "flow_grpo/assets/tiny_sd3"

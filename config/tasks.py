@@ -10,6 +10,12 @@ def ocr(config: ConfigDict) -> None:
     config.reward_fn = {"ocr": 1.0}
 
 
+def video_ocr(config: ConfigDict) -> None:
+    """Render the quoted text of a prompt in a clip; frames are scored by an OCR engine."""
+    ocr(config)
+    config.reward_fn = {"video_ocr": 1.0}
+
+
 def tiny_ocr(config: ConfigDict) -> None:
     """Write a word of 2-4 letters on a coloured sign; scored by an OCR engine."""
     config.dataset = "dataset/tiny_ocr"

@@ -1,9 +1,11 @@
 """Write what others load: an adapter folder (or the full transformer) with its model card."""
 
+import json
 from pathlib import Path
 
 from flow_grpo import lora
 from flow_grpo.run_folder import commit
+from flow_grpo.settings import image_size
 
 CARD = """\
 Trained with flow_grpo by online reinforcement learning ({algorithm}), {epoch} epochs,
@@ -15,21 +17,16 @@ Rewards (weight): {rewards}. Prompts: `{dataset}`. {weights}
 {imports}from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("{base}"{absent})
-{load}
-image = pipe(
-    prompt="{prompt}",{edited} num_inference_steps={num_steps}, guidance_scale={guidance_scale},
-    height={resolution}, width={resolution}, max_sequence_length={tokens},
-).images[0]
+{setup}{load}
+{kind} = pipe(
+    prompt="{prompt}",{edited} num_inference_steps={num_steps}, {guidance},
+    height={height}, width={width}, max_sequence_length={tokens},
+).{output}[0]
 ```
 
 These are the settings of the evaluations.{alpha}
 Source commit: {commit}.
 """
-# Of families that take a reference image: it was resized to the size of the one to make.
-EDITED = """
-    image=PIL.Image.open("IMAGE").convert("RGB").resize(({resolution}, {resolution})),
-    max_area={resolution} * {resolution}, _auto_resize=False,
-   """
 
 
 def write_weights(run, path: Path) -> None:
@@ -55,9 +52,12 @@ def _card(run) -> str:
         base_model=config.pretrained.model,
         base_model_relation="adapter" if config.use_lora else "finetune",
         library_name="diffusers",
-        pipeline_tag="image-to-image" if run.model.takes_images else "text-to-image",
+        pipeline_tag=run.model.task,
         tags=["diffusers", "flow-grpo", run.model.family, *(["lora"] if config.use_lora else [])],
     )
+    size = image_size(config)
+    stock = run.model.stock_settings(config.eval.guidance_scale)
+    references = run.model.stock_reference_code(size) if run.model.max_images else ""
     without_t5 = getattr(run.model.pipeline, "text_encoder_3", 0) is None
     text = CARD.format(
         algorithm=config.algorithm,
@@ -67,21 +67,25 @@ def _card(run) -> str:
         rewards=", ".join(f"{name} ({weight})" for name, weight in run.rewards.weights.items()),
         dataset=config.dataset,
         weights="Moving average of the weights." if run.policy.ema else "",
-        imports="import PIL.Image\n" if run.model.takes_images else "",
+        imports="import PIL.Image\n" if run.model.max_images else "",
         pipeline=run.model.pipeline_class,
         absent=", text_encoder_3=None, tokenizer_3=None" if without_t5 else "",
+        setup=run.model.stock_setup(),
+        output=run.model.output,
+        kind=run.model.task.rpartition("-")[2],
         load='pipe.load_lora_weights("THIS FOLDER")'
         if config.use_lora
         else 'pipe.transformer = type(pipe.transformer).from_pretrained("THIS FOLDER")',
         alpha=" alpha is folded into the weights: do not scale them again."
         if config.use_lora
         else "",
-        edited=EDITED.format(resolution=config.resolution) if run.model.takes_images else "",
+        edited=f"\n    {references}\n   " if references else "",
         prompt=run.eval_prompts[0].prompt.replace('"', '\\"'),
         tokens=config.sample.max_sequence_length,
         num_steps=config.eval.num_steps,
-        guidance_scale=config.eval.guidance_scale,
-        resolution=config.resolution,
+        guidance=", ".join(f"{name}={json.dumps(value)}" for name, value in stock.items()),
+        height=size[0],
+        width=size[1],
         commit=commit(),
     )
     return f"---\n{data.to_yaml()}\n---\n\n# {config.run_name}\n\n{text}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from flow_grpo import lora, seeds
 from flow_grpo.ema import Ema
 from flow_grpo.models.base import Cond, FlowModel
+from flow_grpo.settings import image_size
 
 WEIGHTS = ("current", "reference", "old", "ema")
 MAX_SKIPPED_STEPS = 5  # in a row, by the gradient scaler
@@ -51,7 +52,7 @@ class Policy:
             transformer.requires_grad_(True)
         if config.train.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
-        self.frozen = self._freeze_unused((config.resolution, config.resolution))
+        self.frozen = self._freeze_unused(image_size(config))
         named = [(name, p) for name, p in transformer.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
@@ -212,10 +213,10 @@ class Policy:
         device = next(transformer.parameters()).device
         x = seeds.normal((1, *model.latent_shape(size)), 0, seeds.EVAL_NOISE).to(device)
         images = None
-        if model.takes_images:
+        if model.max_images:
             from PIL import Image
 
-            images = [Image.new("RGB", size[::-1])]
+            images = [[Image.new("RGB", size[::-1])]]
         cond = model.encode(transformer, [""], images, size=size, negative=None)
         sigma = torch.full((1,), 0.5, device=device)
         with torch.enable_grad():

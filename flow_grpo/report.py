@@ -246,8 +246,12 @@ def _image(path: Path) -> dict | None:
     try:
         data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
-            size, kind = max(image.size), "png"
-            if size > THUMBNAIL:
+            size, kind = max(image.size), image.format.lower()
+            if getattr(image, "is_animated", False):  # a clip: kept as it is, frames and size
+                for frame in range(image.n_frames):
+                    image.seek(frame)
+                    image.load()
+            elif size > THUMBNAIL:
                 image = image.convert("RGB")
                 image.thumbnail((THUMBNAIL, THUMBNAIL), reducing_gap=2.0)
                 buffer = io.BytesIO()

@@ -1,4 +1,7 @@
-"""Write and read an evaluation's images: samples/epoch-000003/{000.png, ..., scores.json}."""
+"""Write and read an evaluation's images: samples/epoch-000003/{000.png, ..., scores.json}.
+
+A clip is one animated file, 000.webp, which browsers play.
+"""
 
 import json
 import os
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER = re.compile(r"epoch-(\d+)")
+FRAMES_PER_SECOND = 16  # of a clip; what Wan was trained on
 
 
 def save_samples(
@@ -25,8 +29,8 @@ def save_samples(
 ) -> Path:
     """Write the images and scores of one evaluation; return the folder, which appears whole.
 
-    images: (n, 3, h, w) float in [0, 1]. scores: {name: n values}, None or NaN where a reward gave
-    none. An evaluation of the same epoch is replaced.
+    images: (n, 3, h, w) or clips (n, f, 3, h, w), float in [0, 1]. scores: {name: n values}, None
+    or NaN where a reward gave none. An evaluation of the same epoch is replaced.
     Raises ValueError where the lengths differ.
     """
     lengths = {
@@ -38,8 +42,6 @@ def save_samples(
             raise ValueError(
                 f"{name} has {length} entries for {len(images)} images; give one an image"
             )
-    from PIL import Image
-
     samples = Path(run_dir) / "samples"
     target = samples / f"epoch-{epoch:06d}"
     aside = samples / f".epoch-{epoch:06d}-{os.getpid()}"
@@ -47,9 +49,8 @@ def save_samples(
     aside.mkdir(parents=True)
     pixels = images.detach().float().nan_to_num(0).clamp(0, 1).mul(255).round().byte()
     entries = []
-    for i, pixel in enumerate(pixels.permute(0, 2, 3, 1).cpu().numpy()):
-        file = f"{i:03d}.png"
-        Image.fromarray(pixel).save(aside / file)
+    for i, pixel in enumerate(pixels.movedim(-3, -1).cpu().numpy()):
+        file = _save(pixel, aside, f"{i:03d}")
         item = {name: plain(values[i]) for name, values in scores.items()}
         entries.append({"file": file, "prompt": str(prompts[i]), "scores": item})
     (aside / "scores.json").write_text(
@@ -63,6 +64,22 @@ def save_samples(
     else:
         aside.rename(target)
     return target
+
+
+def _save(pixels, folder: Path, stem: str) -> str:
+    """Write an image (h, w, 3) or a clip (f, h, w, 3), uint8; return the file's name."""
+    from PIL import Image
+
+    if pixels.ndim == 3:
+        Image.fromarray(pixels).save(folder / f"{stem}.png")
+        return f"{stem}.png"
+    first, *others = map(Image.fromarray, pixels)
+    duration = round(1000 / FRAMES_PER_SECOND)
+    first.save(
+        folder / f"{stem}.webp", save_all=True, append_images=others, duration=duration, loop=0,
+        quality=90,
+    )  # fmt: skip
+    return f"{stem}.webp"
 
 
 def read_samples(run_dir: str | os.PathLike) -> dict[int, list[dict]]:

@@ -14,14 +14,15 @@ from flow_grpo.batching import BatchPlan, plan_batches
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.epoch_steps import check_steps, epoch_steps
 from flow_grpo.images import image_tensor, with_readable_images
-from flow_grpo.models.base import Cond, FlowModel, PromptCache
+from flow_grpo.models.base import Cond, FlowModel
 from flow_grpo.models.loading import half_precision_dtype, resolve_model
 from flow_grpo.old_names import RENAMED, translate_old_names
 from flow_grpo.policy import Policy
+from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rewards.client import RewardClient
 from flow_grpo.schedules import learning_rate
 from flow_grpo.sde import SDES, SOLVERS
-from flow_grpo.settings import Recorded, refuse_unread
+from flow_grpo.settings import Recorded, image_size, refuse_unread
 from flow_grpo.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -94,17 +95,17 @@ class Run:
     @property
     def size(self) -> tuple[int, int]:
         """Return (height, width) in pixels."""
-        return (self.config.resolution, self.config.resolution)
+        return image_size(self.config)
 
     def conditions(self, prompts: Sequence[Prompt]) -> Cond:
         """Return what the model is told of `prompts`, on the device."""
         texts, device = [p.prompt for p in prompts], self.accelerator.device
-        images = [p.image for p in prompts] if self.model.takes_images else None
+        images = [p.image for p in prompts] if self.model.max_images else None
         return self.prompt_cache(texts, device, images)
 
     def reference_images(self, prompts: Sequence[Prompt]) -> list[Tensor] | None:
         """Return the prompts' images (3, h, w) in [0, 1], each as large as its file has it."""
-        if not self.model.takes_images:
+        if not self.model.max_images:
             return None
         tensors = {path: image_tensor(path) for path in dict.fromkeys(p.image for p in prompts)}
         return [tensors[p.image] for p in prompts]
@@ -278,9 +279,9 @@ def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder
         eval_prompts = eval_prompts[: config.eval.num_prompts]
     with accelerator.local_main_process_first():  # one download a node
         model = adapter.load(config, accelerator.device)
-    size = (config.resolution, config.resolution)
+    size = image_size(config)
     model.check_size(size)
-    images = model.takes_images
+    images = model.max_images
     if images and not all(p.image for p in (*prompts, *eval_prompts)):
         raise ValueError(
             f"{type(model).__name__} edits images, but {config.dataset} has prompts without one; "

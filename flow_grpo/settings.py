@@ -40,6 +40,11 @@ CHOICES = {
 }
 
 
+def image_size(config) -> tuple[int, int]:
+    """Return (height, width) in pixels."""
+    return (config.resolution, config.width or config.resolution)
+
+
 class Recorded:
     """View of a configuration that remembers the dotted names of the fields it was asked for."""
 

@@ -204,9 +204,10 @@ def log_images(
 ) -> None:
     """Log images {name: (n, 3, h, w) float in [0, 1]}, with captions where a tracker shows them.
 
-    Trackers that take no images are skipped.
+    Of clips (n, f, 3, h, w) the middle frame is shown. Trackers that take no images are skipped.
     """
     for name, batch in images.items():
+        batch = batch if batch.ndim == 4 else batch[:, batch.shape[1] // 2]
         pixels = batch.detach().float().nan_to_num(0).clamp(0, 1).mul(255).round().byte()
         pixels = pixels.permute(0, 2, 3, 1).cpu().numpy()
         texts = (captions or {}).get(name) or [""] * len(pixels)

@@ -1,5 +1,6 @@
 """Fixtures: tiny pipelines saved once a session, configurations that use them, runs."""
 
+import functools
 import logging
 import os
 import sys
@@ -28,33 +29,41 @@ def tiny_sd3_dir(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_sd3_t5_dir(tmp_path_factory) -> str:
+def tiny_sd3_t5_dir(tiny_dir) -> str:
     """Save a random SD3 with T5 and return its folder."""
-    import tiny_models
-
-    folder = tmp_path_factory.mktemp("tiny_sd3_t5")
-    tiny_models.sd3(with_t5=True).save_pretrained(folder)
-    return str(folder)
+    return tiny_dir("sd3")
 
 
 @pytest.fixture(scope="session")
-def tiny_flux_dir(tmp_path_factory) -> str:
+def tiny_dir(tmp_path_factory):
+    """Return the function (family) -> folder of its random pipeline, saved once."""
+    import families
+
+    @functools.cache
+    def saved(name: str) -> str:
+        folder = tmp_path_factory.mktemp(f"tiny_{name}")
+        families.FAMILIES[name].pipeline().save_pretrained(folder)
+        return str(folder)
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def tiny_flux_dir(tiny_dir) -> str:
     """Save a random FLUX.1 and return its folder."""
-    import tiny_flux
-
-    folder = tmp_path_factory.mktemp("tiny_flux")
-    tiny_flux.flux().save_pretrained(folder)
-    return str(folder)
+    return tiny_dir("flux")
 
 
 @pytest.fixture(scope="session")
-def tiny_flux_kontext_dir(tmp_path_factory) -> str:
-    """Save a random FLUX.1-Kontext and return its folder."""
-    import tiny_flux
+def tiny_qwenimage_dir(tiny_dir) -> str:
+    """Save a random Qwen-Image and return its folder."""
+    return tiny_dir("qwenimage")
 
-    folder = tmp_path_factory.mktemp("tiny_flux_kontext")
-    tiny_flux.flux_kontext().save_pretrained(folder)
-    return str(folder)
+
+@pytest.fixture(scope="session")
+def tiny_flux_kontext_dir(tiny_dir) -> str:
+    """Save a random FLUX.1-Kontext and return its folder."""
+    return tiny_dir("flux_kontext")
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +74,12 @@ def edit_set(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("edit_set")
     tiny_flux.write_edit_set(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_wan_dir(tiny_dir) -> str:
+    """Save a random Wan 2.1 and return its folder."""
+    return tiny_dir("wan2_1")
 
 
 @pytest.fixture
@@ -133,9 +148,9 @@ def train(capfd, monkeypatch):
     root = logging.getLogger()
     handlers, levels = root.handlers[:], (root.level, cli.logger.level)
 
-    def call(*arguments: str, adapter=SD3) -> Outcome:
+    def call(*arguments: str, adapter: type = SD3) -> Outcome:
         capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        monkeypatch.setattr(sys, "argv", [f"train_{adapter.__name__.lower()}.py", *arguments])
         with pytest.raises(SystemExit) as exited:
             cli.run(adapter)
         return Outcome(exited.value.code, *capfd.readouterr())
@@ -157,7 +172,7 @@ def make_run():
 
     built = []
 
-    def build(config, adapter=SD3) -> session.Run:
+    def build(config, adapter: type = SD3) -> session.Run:
         accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=True)
         plan = session.check_config(config, accelerator.num_processes)
         built.append(session.build(adapter, config, accelerator, plan, RunFolder(config)))

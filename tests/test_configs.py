@@ -5,7 +5,9 @@ import inspect
 import re
 from pathlib import Path
 
+import families
 import pytest
+from families import family_of
 from ml_collections import ConfigDict
 from safetensors.torch import load_file
 
@@ -13,13 +15,10 @@ import config.grpo
 from config import base
 from flow_grpo import cli, session
 from flow_grpo.metrics import flatten
-from flow_grpo.models.flux import Flux
-from flow_grpo.models.flux_kontext import FluxKontext
-from flow_grpo.models.sd3 import SD3
 from flow_grpo.old_names import OLD_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_PRESETS = ("__init__", "base", "models", "tasks")  # what presets are made of
+NO_PRESETS = ("__init__", "base", "grpo_families", "models", "tasks")  # what presets are made of
 FILES = {
     path.stem: importlib.import_module(f"config.{path.stem}")
     for path in sorted((ROOT / "config").glob("*.py"))
@@ -29,20 +28,13 @@ PRESETS = [
     (file, name)
     for file, module in FILES.items()
     for name, function in inspect.getmembers(module, inspect.isfunction)
-    if function.__module__ == module.__name__ and name != "get_config" and name[0] != "_"
+    if function.__module__ != "config.base" and name != "get_config" and name[0] != "_"
 ]
 every_preset = pytest.mark.parametrize(("file", "name"), PRESETS, ids=map(":".join, PRESETS))
 WORLD_SIZES = (1, 8, 32)
 # Rewards whose model is not in the repository: a download or a server.
 OUTSIDE = ("geneval", "pickscore", "clipscore", "image_similarity")
 RATIOS = ("grpo", "grpo_guard")  # algorithms that compare the policy with the collecting one
-
-
-def family(name: str) -> tuple[type, str]:
-    """Return the adapter that a preset is for and the fixture of its tiny pipeline."""
-    if "kontext" in name:
-        return FluxKontext, "tiny_flux_kontext_dir"
-    return (Flux, "tiny_flux_dir") if "flux" in name else (SD3, "tiny_sd3_t5_dir")
 
 
 def first_line(file: str, name: str) -> str:
@@ -140,6 +132,9 @@ PUBLISHED = {
     ("grpo_guard", "general_ocr_sd3_rationorm"): (16, 9, 24, 8, 4),
     ("grpo_guard", "pickscore_hps_sd3_ratio_norm"): (16, 9, 24, 8, 4),
     ("grpo_guard", "geneval_sd3_rationorm"): (16, 9, 24, 8, 4),
+    ("grpo", "general_ocr_wan2_1"): (1, 8, 4, 2, 1),
+    ("grpo", "pickscore_qwenimage"): (32, 4, 16, 4, 2),
+    ("grpo", "pickscore_qwenimage_8gpu"): (8, 4, 16, 16, 8),
     ("dpo", "geneval_sd3"): (32, 24, 24, 1, 1),
     ("dpo", "pickscore_sd3"): (32, 24, 24, 1, 1),
     ("sft", "geneval_sd3"): (32, 24, 24, 1, 1),
@@ -240,7 +235,8 @@ def small(settings: ConfigDict) -> list[str]:
     """Return overrides of sizes and counts alone: the sampler, the window and the KL stay."""
     sample, group_size = settings.sample, 2
     overrides = {
-        "mixed_precision": "no", "resolution": 32, "num_epochs": 1, "trackers": "none",
+        "mixed_precision": "no", "resolution": 32, "width": 0, "num_frames": 5,
+        "num_epochs": 1, "trackers": "none",
         "sample.num_steps": min(8, sample.num_steps), "sample.groups_per_epoch": 2,
         "train.updates_per_epoch": min(2, settings.train.updates_per_epoch),
         "eval.num_steps": 2, "eval.num_prompts": 2, "reward.num_workers": 1,
@@ -258,14 +254,17 @@ def small(settings: ConfigDict) -> list[str]:
 
 
 @every_preset
-def test_every_preset_collects_rewards_and_updates_once(file, name, train, request, tmp_path):
+def test_every_preset_collects_rewards_and_updates_once(
+    file, name, train, tiny_dir, edit_set, tmp_path
+):
     settings = FILES[file].get_config(name)
-    adapter, fixture = family(name)
-    model = request.getfixturevalue(fixture)
-    edits = [f"--config.dataset={request.getfixturevalue('edit_set')}"] * adapter.takes_images
+    name_of = family_of(settings.pretrained.model)
+    adapter = families.adapter(name_of)
+    edits = [f"--config.dataset={edit_set}"] * bool(adapter.max_images)
     outcome = train(
         f"--config={ROOT / 'config' / file}.py:{name}", *small(settings), *edits,
-        f"--config.pretrained.model={model}", f"--config.logdir={tmp_path}", adapter=adapter,
+        f"--config.pretrained.model={tiny_dir(name_of)}",
+        f"--config.logdir={tmp_path}", adapter=adapter,
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert f"***** {name}: {settings.algorithm} *****" in outcome.err

@@ -55,10 +55,29 @@ def test_the_grid_shows_every_sde_and_noise_0_is_the_unpatched_pipeline(
         assert np.abs(row[1] - row[0]).max() > 10
 
 
+@pytest.mark.parametrize("model", ["qwenimage", "wan2_1"])
+def test_every_family_has_the_grid(model, request, tmp_path):
+    folder = request.getfixturevalue({"qwenimage": "tiny_qwenimage_dir"}.get(model, "tiny_wan_dir"))
+    out = tmp_path / "grid.png"
+    done = _run(
+        *("--model", model, "--pretrained", folder, "--resolution", "32", "--num_steps", "3"),
+        *("--guidance_scale", "3", "--noise_levels", "0,0.7", "--out", str(out)),
+        *("--max_sequence_length", "32", "--num_frames", "5"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"noise 0, \w+: .*? ([\d.e+-]+) \(latents\), ([\d.e+-]+)", done.stdout)
+    assert len(found) == 3
+    assert all(float(latents) < 1e-5 and float(pixels) < 1e-5 for latents, pixels in found)
+    assert Image.open(out).size == (84 + 2 * 128, 20 + 3 * 128)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "sd4"), "unknown model 'sd4'; there are: flux, flux_kontext, sd3; "),
+        (
+            ("--model", "sd4"),
+            "unknown model 'sd4'; there are: flux, flux_kontext, qwenimage, ",
+        ),
         (("--image", "a.png"), "--image ('a.png'): model sd3 takes no reference image"),
         (("--noise_levels", "0,-1"), "--noise_levels (0,-1) must be numbers from 0 on"),
     ],

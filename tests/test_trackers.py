@@ -313,3 +313,19 @@ def test_other_processes_than_the_main_one_open_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="unknown tracker"):
         open_trackers(("nothing",), tmp_path, "run", CONFIG)
+
+
+def test_of_a_clip_the_middle_frame_is_shown():
+    shown = {}
+
+    class Recorder:
+        name = "tensorboard"
+        tracker = type("Writer", (), {"flush": staticmethod(lambda: None)})
+
+        def log_images(self, values, step, dataformats):
+            shown.update(values)
+
+    frames = torch.stack([IMAGES[0], IMAGES[1], IMAGES[0]])
+    log_images([Recorder()], {"eval/samples": frames[None]}, step=1)
+    assert shown["eval/samples"].shape == (1, 2, 3, 3)
+    assert (shown["eval/samples"] == 255).all()

@@ -1,16 +1,16 @@
 """Define what the rest of the project asks of a model: `velocity(x, sigma, cond)` and its I/O."""
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.images import content_digest, open_image
-from flow_grpo.models.loading import half_precision_dtype
+from flow_grpo.guidance import classifier_free
+from flow_grpo.models.loading import half_precision_dtype, load_pipeline
+
+NEGATIVE = "negative_"  # before the name of a condition: that of the unguided branch
 
 
 @dataclass(frozen=True)
@@ -44,48 +44,109 @@ class FlowModel(ABC):
     """Adapt one model family; every subclass is final.
 
     Sizes are `(height, width)` in pixels, velocities are `noise - data`, sigmas run from 1 to 0.
+    A family states the data below and writes the methods that are abstract; the others are what
+    most diffusers pipelines need, to be replaced where a family differs.
     """
 
     pipeline_class: str  # name in diffusers
     family: str  # tag of the model card
     lora_targets: tuple[str, ...]
     block_class: str  # the repeated block, for FSDP and compilation; several: by commas
+    text_encoders: tuple[str, ...] = ("text_encoder",)  # parts of the pipeline; may be None there
+    max_tokens: int = 512  # largest `sample.max_sequence_length`, the stock pipeline's
+    min_tokens: int = 1
     negative: str | None = ""  # of the unguided branch; None: guidance is a number it is told
+    guide = staticmethod(classifier_free)  # combines the branches: (negative, positive, scale)
     no_fp16: str = ""  # why the family cannot run in fp16, if it cannot
-    takes_images: bool = False  # every prompt comes with a reference image
-    pipeline: object  # the loaded diffusers pipeline
-    dtype: torch.dtype  # of the frozen transformer weights
-    max_sequence_length: int  # tokens of a prompt
+    max_images: int = 0  # reference images of a prompt, at least 1 if not 0
+    task: str = "text-to-image"  # as model hubs call it
+    output: str = "images"  # field of the pipeline's output
+
+    def __init__(self, pipeline, device: torch.device, *, max_sequence_length: int):
+        """Put a loaded pipeline on `device`, frozen, in evaluation mode.
+
+        Prompts are padded to `max_sequence_length` tokens.
+        """
+        self.pipeline, self.device = pipeline, torch.device(device)
+        self.dtype = pipeline.transformer.dtype  # of the frozen transformer weights
+        self.max_sequence_length = max_sequence_length
+        self._negatives: dict[str, dict[str, Tensor]] = {}
+        pipeline.set_progress_bar_config(disable=True)
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        pipeline.to(self.device)
 
     @classmethod
     def check_config(cls, config) -> None:
         """Raise ValueError for a setting that the family cannot do; needs no model."""
         half_precision_dtype(config.mixed_precision, no_fp16=cls.no_fp16)
+        length = config.sample.max_sequence_length
+        if not cls.min_tokens <= length <= cls.max_tokens:
+            raise ValueError(
+                f"sample.max_sequence_length ({length}) must be in "
+                f"[{cls.min_tokens}, {cls.max_tokens}] for {cls.__name__}"
+            )
 
     @classmethod
-    @abstractmethod
+    def inspect(cls, path: str, index: dict, config) -> dict:
+        """Check the pipeline's small files and return more arguments of its `from_pretrained`.
+
+        Args:
+            path: folder or hub id.
+            index: its model_index.json, of the right class.
+            config: of the run.
+
+        Raises:
+            ValueError: a variant that the family's adapter cannot do.
+        """
+        return {}
+
+    @classmethod
     def load(cls, config, device: torch.device) -> "FlowModel":
         """Load the real pipeline named by `config.pretrained`; the only I/O of an adapter.
 
         Raises:
             ValueError: the path does not exist or holds another family's pipeline.
         """
+        cls.check_config(config)
+        length = config.sample.max_sequence_length
+        return cls(load_pipeline(cls, config), device, max_sequence_length=length)
+
+    @property
+    def transformer(self) -> nn.Module:
+        """Return the module that is trained."""
+        return self.pipeline.transformer
 
     @property
     @abstractmethod
-    def transformer(self) -> nn.Module:
-        """Return the module that is trained."""
+    def size_unit(self) -> int:
+        """Return what height and width must be multiples of, pixels."""
 
-    @abstractmethod
+    @property
+    def largest_size(self) -> int | None:
+        """Return the largest height and width, pixels; None where there is no limit."""
+        return None
+
     def check_size(self, size: tuple[int, int]) -> None:
         """Raise ValueError, naming the nearest valid size, if the family cannot do `size`."""
+        unit, largest = self.size_unit, self.largest_size
+        names = ("resolution", "resolution" if size[0] == size[1] else "width")
+        for name, length in zip(names, size, strict=True):
+            nearest = max(unit, round(length / unit) * unit)
+            nearest = nearest if largest is None else min(nearest, largest)
+            if length != nearest:
+                limit = "" if largest is None else f", at most {largest},"
+                raise ValueError(
+                    f"{name} ({length}) must be a multiple of {unit}{limit} for this model; "
+                    f"nearest valid: {nearest}"
+                )
 
-    @abstractmethod
     def encode(
         self,
         module: nn.Module,
         prompts: Sequence[str],
-        images: Sequence | None = None,
+        images: Sequence[Sequence] | None = None,
         *,
         size: tuple[int, int],
         negative: str | None,
@@ -95,10 +156,47 @@ class FlowModel(ABC):
         Args:
             module: the trained module, for families whose condition needs it.
             prompts: b texts.
-            images: b reference images (PIL, RGB) for families that take them.
+            images: b lists of reference images (PIL, RGB) for families that take them.
             size: of the image to make.
             negative: text of the unguided branch; None without classifier-free guidance.
         """
+        if images is None:
+            assert not self.max_images, f"{type(self).__name__} needs a reference image a prompt"
+            images = [()] * len(prompts)
+        conds = [
+            Cond(self._encode_pair(prompt, references, size, negative))
+            for prompt, references in zip(prompts, images, strict=True)
+        ]
+        return Cond.cat(conds)
+
+    def _encode_pair(self, prompt: str, images: Sequence, size, negative) -> dict[str, Tensor]:
+        """Encode a prompt, its negative and what they have in common."""
+        assert len(images) <= self.max_images
+        tensors = self.encode_text(prompt, images, size)
+        tensors |= self.encode_references(images, size) if images else {}
+        if negative is None:
+            return tensors
+        if images:  # the text encoder may look at them
+            unguided = self.encode_text(negative, images, size)
+        else:
+            if negative not in self._negatives:
+                self._negatives = {negative: self.encode_text(negative, (), size)}
+            unguided = self._negatives[negative]
+        return tensors | {NEGATIVE + name: tensor for name, tensor in unguided.items()}
+
+    @abstractmethod
+    def encode_text(self, text: str, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
+        """Return the named conditions (1, ...) that a text gives, padded to a fixed length.
+
+        Args:
+            text: a prompt or a negative.
+            images: its reference images (PIL, RGB), for text encoders that look at them.
+            size: of the image to make.
+        """
+
+    def encode_references(self, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
+        """Return the named conditions (1, ...) that the reference images give by themselves."""
+        return {}
 
     def context(self, module: nn.Module, cond: Cond) -> Cond:
         """Return `cond` with what the trained module adds to it; by default nothing."""
@@ -117,7 +215,6 @@ class FlowModel(ABC):
     def sigmas(self, num_steps: int, size: tuple[int, int]) -> Tensor:
         """Return the scheduler's own sigmas (num_steps + 1,), 1 ... 0, float32 on the CPU."""
 
-    @abstractmethod
     def velocity(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, guidance_scale: float
     ) -> Tensor:
@@ -128,104 +225,93 @@ class FlowModel(ABC):
             x: (b, *latent).
             sigma: (b,) float32.
             cond: b samples.
-            guidance_scale: above 1, classifier-free guidance inside one forward of 2b.
+            guidance_scale: above 1, classifier-free guidance inside one forward of 2b; or what the
+                model is told, where `negative` is None.
         """
+        tensors = {name: t for name, t in cond.tensors.items() if not name.startswith(NEGATIVE)}
+        if self.negative is None or guidance_scale <= 1.0:
+            return self.forward(module, x, sigma, tensors, guidance_scale)
+        both = {
+            name: torch.cat([cond.tensors.get(NEGATIVE + name, t), t])
+            for name, t in tensors.items()
+        }
+        velocity = self.forward(
+            module, torch.cat([x, x]), torch.cat([sigma, sigma]), both, guidance_scale
+        )
+        return self.guide(*velocity.chunk(2), guidance_scale)
+
+    @abstractmethod
+    def forward(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        sigma: Tensor,
+        cond: dict[str, Tensor],
+        guidance_scale: float,
+    ) -> Tensor:
+        """Run the transformer once: noise - data (b, *latent), float32, of one branch a sample.
+
+        `guidance_scale` is for families that are told it.
+        """
+
+    @abstractmethod
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return x_0 (b, *latent) of images (b, 3, h, w), or clips (b, f, 3, h, w), in [0, 1]."""
+
+    @abstractmethod
+    def decode(self, x: Tensor) -> Tensor:
+        """Return images (b, 3, h, w), or clips (b, f, 3, h, w), in [0, 1], float32, of x_0."""
+
+    def offload_text_encoders(self) -> None:
+        """Move the text encoders to the CPU."""
+        for name in self.text_encoders:
+            if getattr(self.pipeline, name) is not None:
+                getattr(self.pipeline, name).to("cpu")
 
     def stock(
         self,
         prompts: Sequence[str],
         x: Tensor,
-        images: Sequence | None = None,
+        images: Sequence[Sequence] | None = None,
         *,
         size: tuple[int, int],
         num_steps: int,
         guidance_scale: float,
     ) -> Tensor:
         """Return x_0 (b, *latent), float32, from x at sigma 1 by the unpatched pipeline's call."""
-        return self.pipeline(
+        settings = self.stock_settings(guidance_scale)
+        if "negative_prompt" in settings:
+            settings["negative_prompt"] = [settings["negative_prompt"]] * len(prompts)
+        latents = self.pipeline(
             prompt=list(prompts),
-            latents=x.to(self.dtype),
+            latents=self.stock_latents(x).to(self.dtype),
             height=size[0],
             width=size[1],
             num_inference_steps=num_steps,
-            guidance_scale=guidance_scale,
             max_sequence_length=self.max_sequence_length,
             output_type="latent",
-        ).images.float()
+            return_dict=False,
+            **settings,
+            **(self.stock_references(images, size) if images else {}),
+        )[0]
+        return latents.float().reshape(x.shape)
 
-    @abstractmethod
-    def encode_images(self, images: Tensor) -> Tensor:
-        """Return x_0 (b, *latent) of images (b, 3, h, w) in [0, 1]."""
+    def stock_settings(self, guidance_scale: float) -> dict:
+        """Return the arguments of the pipeline's call that are this family's own."""
+        return {"guidance_scale": guidance_scale}
 
-    @abstractmethod
-    def decode(self, x: Tensor) -> Tensor:
-        """Return images (b, 3, h, w) in [0, 1], float32, of x_0 (b, *latent)."""
+    def stock_latents(self, x: Tensor) -> Tensor:
+        """Return x as the pipeline's call takes it, with the same elements in the same order."""
+        return x
 
-    @abstractmethod
-    def offload_text_encoders(self) -> None:
-        """Move the text encoders to the CPU."""
+    def stock_references(self, images: Sequence[Sequence], size: tuple[int, int]) -> dict:
+        """Return the arguments of the pipeline's call for reference images."""
+        return {}
 
+    def stock_setup(self) -> str:
+        """Return lines of the model card that make `pipe` sample as this adapter does."""
+        return ""
 
-class PromptCache:
-    """Encode every prompt once and keep the result in host memory, newest `max_size`."""
-
-    def __init__(self, model: FlowModel, module, *, size, negative: str | None, max_size: int):
-        self._model, self._module = model, module
-        self._size, self._negative, self._max_size = size, negative, max_size
-        self._conds: OrderedDict[tuple[str, str | None], Cond] = OrderedDict()
-        self.num_encoded = 0  # forwards so far
-
-    def __call__(
-        self,
-        prompts: Sequence[str],
-        device: torch.device | str,
-        images: Sequence[Path] | None = None,
-    ) -> Cond:
-        """Return the conditions of `prompts` on `device`, in order, repeats shared.
-
-        `images` are the files of their reference images, for families that take them; files of
-        one content are one image.
-        """
-        keyed = _keyed(prompts, images)
-        place = {key: i for i, key in enumerate(dict(keyed))}
-        cond = Cond.cat([self._one(key, path) for key, path in dict(keyed).items()]).to(device)
-        return cond.index(torch.tensor([place[key] for key, _ in keyed], device=device))
-
-    def fill(self, prompts: Sequence[str], images: Sequence[Path] | None = None) -> None:
-        """Encode all of `prompts` now and make room for them beside what is there."""
-        keyed = dict(_keyed(prompts, images))
-        self._max_size = max(self._max_size, len({*self._conds, *keyed}))
-        for key, path in keyed.items():
-            self._one(key, path)
-
-    def _one(self, key: tuple[str, str | None], path: Path | None) -> Cond:
-        if key in self._conds:
-            self._conds.move_to_end(key)
-            return self._conds[key]
-        images = None if path is None else [open_image(path)]
-        with torch.no_grad():
-            cond = self._model.encode(
-                self._module, [key[0]], images, size=self._size, negative=self._negative
-            )
-        self.num_encoded += 1
-        cond = self._sharing_storage(cond.to("cpu"))
-        self._conds[key] = cond
-        if len(self._conds) > self._max_size:
-            self._conds.popitem(last=False)
-        return cond
-
-    def _sharing_storage(self, cond: Cond) -> Cond:
-        """Let what equals the newest prompt's tensors (the negative's do) be those, no copies."""
-        newest = self._conds[next(reversed(self._conds))].tensors if self._conds else {}
-        shared = {name: old for name, old in newest.items() if torch.equal(old, cond[name])}
-        return Cond(cond.tensors | shared)
-
-
-def _keyed(prompts: Sequence[str], images: Sequence[Path] | None) -> list[tuple]:
-    """Return ((prompt, content of its image), its file) of each prompt; None without images."""
-    paths = [None] * len(prompts) if images is None else images
-    digests = [None if path is None else content_digest(path) for path in paths]
-    return [
-        ((prompt, digest), path)
-        for prompt, digest, path in zip(prompts, digests, paths, strict=True)
-    ]
+    def stock_reference_code(self, size: tuple[int, int]) -> str:
+        """Return the arguments, as in a model card, of the pipeline's call for IMAGE."""
+        return ""

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.models import flux
-from flow_grpo.models.base import Cond, FlowModel
+from flow_grpo.models.autoencoders import decode_shifted, encode_shifted
+from flow_grpo.models.base import FlowModel
+from flow_grpo.models.schedulers import scheduler_sigmas
+from flow_grpo.models.tokens import PATCH, pack, unpack
 
 
 @final
@@ -21,106 +24,82 @@ class FluxKontext(FlowModel):
     pipeline_class = "FluxKontextPipeline"
     family = "flux"
     block_class = flux.Flux.block_class
+    text_encoders = flux.Flux.text_encoders
     lora_targets = (*flux.Flux.lora_targets, "proj_mlp")
     negative = None
-    no_fp16 = flux.NO_FP16
-    takes_images = True
-
-    def __init__(self, pipeline, device: torch.device, *, max_sequence_length: int):
-        """Wrap a loaded pipeline; `max_sequence_length` counts T5 tokens."""
-        self.pipeline = pipeline
-        self.device = torch.device(device)
-        self.dtype = pipeline.transformer.dtype
-        self.max_sequence_length = flux.checked_length(max_sequence_length)
-        flux.freeze(pipeline, self.device)
+    no_fp16 = flux.Flux.no_fp16
+    max_images = 1
+    task = "image-to-image"
 
     @classmethod
-    def load(cls, config, device: torch.device) -> "FluxKontext":
-        """Load from a folder or the hub: frozen parts in half if asked, the VAE in fp32."""
-        pipeline = flux.load(config, cls.pipeline_class)
-        return cls(pipeline, device, max_sequence_length=config.sample.max_sequence_length)
+    def inspect(cls, path: str, index: dict, config) -> dict:
+        """Refuse guidance for a transformer that has no embedding of it."""
+        flux.check_guidance(path, index, config)
+        return {}
 
     @property
-    def transformer(self) -> nn.Module:
-        return self.pipeline.transformer
+    def size_unit(self) -> int:
+        return PATCH * self.pipeline.vae_scale_factor
 
-    def check_size(self, size: tuple[int, int]) -> None:
-        flux.check_size(self.pipeline, size)
+    def encode_text(self, text: str, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
+        return flux.encode_text(self.pipeline, text, self.max_sequence_length)
 
-    def encode(
-        self,
-        module: nn.Module,
-        prompts: Sequence[str],
-        images: Sequence | None = None,
-        *,
-        size: tuple[int, int],
-        negative: str | None,
-    ) -> Cond:
-        """Encode prompts and the images they are about; `negative` has no use here."""
-        assert images is not None, "FLUX.1-Kontext edits an image: every prompt needs one"
-        assert len(images) == len(prompts)
-        cond = flux.encode_prompts(self.pipeline, prompts, self.max_sequence_length)
-        references = torch.cat([self._encode_reference(image, size) for image in images])
-        return Cond({**cond.tensors, "reference_latents": references})
+    def encode_references(self, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
+        """Return latents (1, h/16, w/16, 64) of the image, in the transformer's dtype."""
+        pixels = self.pipeline.image_processor.preprocess(images[0], *size).to(self.device)
+        return {"reference": self.encode_images(pixels / 2 + 0.5).to(self.dtype)}
 
     def latent_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
-        return flux.latent_shape(self.pipeline, size)
+        return (*(n // self.size_unit for n in size), self.transformer.config.in_channels)
 
     def sigmas(self, num_steps: int, size: tuple[int, int]) -> Tensor:
-        return flux.sigmas(self.pipeline, num_steps, size)
+        height, width, _ = self.latent_shape(size)
+        return scheduler_sigmas(
+            self.pipeline.scheduler, num_steps, num_tokens=height * width, linear=True
+        )
 
-    def velocity(
-        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, guidance_scale: float
+    def forward(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        sigma: Tensor,
+        cond: dict[str, Tensor],
+        guidance_scale: float,
     ) -> Tensor:
-        reference = cond["reference_latents"]
-        tokens = flux.pack(x.to(self.dtype))
-        packed = flux.forward(
-            self.pipeline,
+        reference = cond["reference"].to(self.dtype)
+        tokens = x.flatten(1, 2).to(self.dtype)
+        velocity = flux.run(
             module,
-            torch.cat([tokens, flux.pack(reference.to(self.dtype))], dim=1),
+            self.transformer,
+            torch.cat([tokens, reference.flatten(1, 2)], dim=1),
             torch.cat([flux.position_ids(x), flux.position_ids(reference, image=1)]),
             sigma,
             cond,
             guidance_scale,
         )
-        return flux.unpack(packed[:, : tokens.shape[1]], x)
+        return velocity[:, : tokens.shape[1]].unflatten(1, x.shape[1:3])
 
-    def stock(
-        self,
-        prompts: Sequence[str],
-        x: Tensor,
-        images: Sequence | None = None,
-        *,
-        size: tuple[int, int],
-        num_steps: int,
-        guidance_scale: float,
-    ) -> Tensor:
-        references = torch.cat([self._encode_reference(image, size) for image in images])
-        packed = self.pipeline(
-            image=references,  # latents: the pipeline takes them as they are
-            max_area=size[0] * size[1],
-            _auto_resize=False,
-            prompt=list(prompts),
-            latents=flux.pack(x.to(self.dtype)),
-            height=size[0],
-            width=size[1],
-            num_inference_steps=num_steps,
-            guidance_scale=guidance_scale,
-            max_sequence_length=self.max_sequence_length,
-            output_type="latent",
-        ).images
-        return flux.unpack(packed.float(), x)
+    def stock_latents(self, x: Tensor) -> Tensor:
+        return x.flatten(1, 2)
+
+    def stock_references(self, images: Sequence[Sequence], size: tuple[int, int]) -> dict:
+        """Return latents, which the pipeline takes as they are: bf16 pixels fail in an fp32 VAE."""
+        references = [self.encode_references(own, size)["reference"] for own in images]
+        return {
+            "image": unpack(torch.cat(references)),
+            "max_area": size[0] * size[1],
+            "_auto_resize": False,
+        }
+
+    def stock_reference_code(self, size: tuple[int, int]) -> str:
+        height, width = size
+        return (
+            f'image=PIL.Image.open("IMAGE").convert("RGB").resize(({width}, {height})),\n'
+            f"    max_area={height} * {width}, _auto_resize=False,"
+        )
 
     def encode_images(self, images: Tensor) -> Tensor:
-        return flux.encode_images(self.pipeline.vae, images)
+        return pack(encode_shifted(self.pipeline.vae, images))
 
     def decode(self, x: Tensor) -> Tensor:
-        return flux.decode(self.pipeline.vae, x)
-
-    def offload_text_encoders(self) -> None:
-        flux.offload_text_encoders(self.pipeline)
-
-    def _encode_reference(self, image, size: tuple[int, int]) -> Tensor:
-        """Return latents (1, c, h/8, w/8) of a PIL image, in the transformer's dtype."""
-        pixels = self.pipeline.image_processor.preprocess(image, *size).to(self.device)
-        return flux.encode_images(self.pipeline.vae, pixels / 2 + 0.5).to(self.dtype)
+        return decode_shifted(self.pipeline.vae, unpack(x))

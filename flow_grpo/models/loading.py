@@ -23,6 +23,47 @@ def half_precision_dtype(mixed_precision: str, *, no_fp16: str = "") -> torch.dt
     return DTYPES[mixed_precision]
 
 
+def load_pipeline(family: type, config):
+    """Load `family.pipeline_class`: frozen parts in half if asked, what is trained and VAE in fp32.
+
+    Raises:
+        ValueError: another family's pipeline, a broken one, or a variant it cannot do.
+    """
+    import diffusers
+
+    half = half_precision_dtype(config.mixed_precision, no_fp16=family.no_fp16)
+    path, revision = resolve_model(config.pretrained.model), config.pretrained.revision
+    index = model_index(path, revision, expected=family.pipeline_class)
+    own = family.inspect(path, index, config)
+    dtypes = {
+        "default": half,
+        "transformer": half if config.use_lora else torch.float32,
+        "vae": torch.float32,
+    }
+    try:
+        return getattr(diffusers, family.pipeline_class).from_pretrained(
+            path, revision=revision, dtype=dtypes, use_safetensors=True, **own
+        )
+    except OSError as error:
+        raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
+
+
+def transformer_config(path: str, index: dict, config) -> dict:
+    """Return the config.json of a pipeline's transformer.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    import diffusers
+
+    transformer = getattr(diffusers, index["transformer"][1])
+    revision = config.pretrained.revision
+    try:
+        return transformer.load_config(path, subfolder="transformer", revision=revision)
+    except OSError as error:
+        raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
+
+
 def resolve_model(name: str) -> str:
     """Return a folder's path or a hub id.
 
@@ -72,38 +113,6 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
             "use the train script of that family, or another pretrained.model"
         )
     return index
-
-
-def load_pipeline(pipeline_class: str, path: str, config, half: torch.dtype, **absent):
-    """Return a diffusers pipeline: frozen parts in `half`, trained ones and the VAE in fp32.
-
-    Args:
-        pipeline_class: its name in diffusers.
-        path: folder or hub id, whose class has been checked.
-        config: reads `use_lora` and `pretrained.revision`.
-        half: dtype of the frozen weights.
-        absent: parts to leave out, name=None.
-
-    Raises:
-        ValueError: a file is missing or broken.
-    """
-    import diffusers
-
-    dtypes = {
-        "default": half,
-        "transformer": half if config.use_lora else torch.float32,
-        "vae": torch.float32,
-    }
-    try:
-        return getattr(diffusers, pipeline_class).from_pretrained(
-            path,
-            revision=config.pretrained.revision,
-            dtype=dtypes,
-            use_safetensors=True,
-            **absent,
-        )
-    except OSError as error:
-        raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
 
 
 def quiet_libraries() -> None:

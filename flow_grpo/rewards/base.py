@@ -20,7 +20,7 @@ class State(IntEnum):
 class Samples(NamedTuple):
     """What a reward is given."""
 
-    images: Tensor  # (n, 3, h, w) float32 on the CPU, in [0, 1]
+    images: Tensor  # (n, 3, h, w), or clips (n, f, 3, h, w), float32 on the CPU, in [0, 1]
     prompts: list[str]
     metadata: list[dict]
     reference_images: list | None = None
@@ -58,7 +58,7 @@ class NotApplicable(Exception):
 def score_each(samples: Samples, score: Callable[[Tensor, str, dict], tuple]) -> Scores:
     """Score samples one by one; a sample that raises fails alone, with the exception as reason.
 
-    `score(image (3, h, w), prompt, metadata)` returns (value, {detail name: number}).
+    `score(image (3, h, w) or clip, prompt, metadata)` returns (value, {detail name: number}).
     """
     num = len(samples.prompts)
     values = torch.full((num,), torch.nan)

@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw, ImageFont
 from config.base import locked_config
 from flow_grpo import registry, seeds
 from flow_grpo.images import open_image
-from flow_grpo.models.base import PromptCache
 from flow_grpo.models.loading import quiet_libraries
+from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rollout import sample_trajectory
 from flow_grpo.sde import SDES
 
@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--num_steps", type=int, default=8)
     parser.add_argument("--guidance_scale", type=float, default=1.0, help="1: no guidance")
     parser.add_argument("--resolution", type=int, default=64, help="height and width, pixels")
-    parser.add_argument("--max_sequence_length", type=int, default=0, help="T5 tokens; 0: no T5")
+    parser.add_argument("--max_sequence_length", type=int, default=0, help="tokens; 0: no T5")
+    parser.add_argument("--num_frames", type=int, default=33, help="of a clip, by video models")
     parser.add_argument("--mixed_precision", default="no", help="no, fp16, bf16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="sde_demo.png", help="PNG file")
@@ -66,14 +67,14 @@ def demo(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = registry.load(MODELS, args.model).load(_config(args), device)
     size = (args.resolution, args.resolution)
-    if bool(args.image) != model.takes_images:
-        need = "needs" if model.takes_images else "takes no"
+    if bool(args.image) != bool(model.max_images):
+        need = "needs" if model.max_images else "takes no"
         raise ValueError(f"--image ({args.image!r}): model {args.model} {need} reference image")
     model.check_size(size)
     noise = seeds.normal((1, *model.latent_shape(size)), args.seed, seeds.INITIAL_NOISE)
     x = model.initial_latents(1, size, noise.to(device))
     finals = _finals(args, model, size, x)
-    images = [open_image(Path(args.image))] if args.image else None
+    images = [[open_image(Path(args.image))]] if args.image else None
     stock = model.stock(
         [args.prompt],
         x,
@@ -89,7 +90,7 @@ def demo(args: argparse.Namespace) -> None:
             f"{(final - stock).abs().max():.1e} (latents), "
             f"{(model.decode(final) - model.decode(stock)).abs().max():.1e} (pixels in [0, 1])"
         )
-    rows = {name: [model.decode(finals(name, level))[0] for level in levels] for name in SDES}
+    rows = {name: [_picture(model, finals(name, level)) for level in levels] for name in SDES}
     grid(rows, levels).save(args.out)
     print(f"rows {', '.join(SDES)}; columns noise level {args.noise_levels}: {args.out}")
 
@@ -119,6 +120,12 @@ def _finals(args: argparse.Namespace, model, size: tuple[int, int], x):
         ).final
 
     return final
+
+
+def _picture(model, x):
+    """Return the image of x_0 (1, *latent); of a clip the middle frame."""
+    image = model.decode(x)[0]
+    return image if image.ndim == 3 else image[len(image) // 2]
 
 
 def grid(rows: dict[str, list], levels: list[float]) -> Image.Image:
@@ -157,6 +164,7 @@ def _config(args: argparse.Namespace):
     config = locked_config()
     config.pretrained.model = args.pretrained
     config.mixed_precision = args.mixed_precision
+    config.num_frames = args.num_frames
     config.sample.max_sequence_length = args.max_sequence_length
     config.sample.guidance_scale = config.eval.guidance_scale = args.guidance_scale
     return config

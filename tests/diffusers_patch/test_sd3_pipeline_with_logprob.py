@@ -6,8 +6,8 @@ import torch
 
 from flow_grpo import seeds
 from flow_grpo.diffusers_patch.sd3_pipeline_with_logprob import pipeline_with_logprob
-from flow_grpo.models.base import PromptCache
 from flow_grpo.models.sd3 import SD3
+from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rollout import sample_trajectory
 from flow_grpo.schedules import sde_window
 from flow_grpo.sde import SDES

@@ -11,8 +11,8 @@ from diffusers import FluxPipeline
 from config.base import locked_config
 from flow_grpo import seeds
 from flow_grpo.models import flux
-from flow_grpo.models.base import PromptCache
 from flow_grpo.models.flux import Flux
+from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rollout import sample_trajectory
 
 SIZE = (32, 32)

@@ -14,9 +14,9 @@ from flow_grpo import seeds, trainer
 from flow_grpo.data import load_prompts
 from flow_grpo.images import with_readable_images
 from flow_grpo.models import flux
-from flow_grpo.models.base import PromptCache
 from flow_grpo.models.flux_kontext import FluxKontext
 from flow_grpo.policy import Policy
+from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rollout import sample_trajectory
 
 SIZE = (32, 32)

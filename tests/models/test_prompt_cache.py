@@ -2,7 +2,8 @@
 
 import torch
 
-from flow_grpo.models.base import Cond, PromptCache
+from flow_grpo.models.base import Cond
+from flow_grpo.prompt_cache import PromptCache
 
 
 class Encoder:

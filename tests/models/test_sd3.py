@@ -8,8 +8,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flow_grpo import seeds
-from flow_grpo.models.base import PromptCache
 from flow_grpo.models.sd3 import SD3
+from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rollout import sample_trajectory
 
 SIZE = (32, 32)
