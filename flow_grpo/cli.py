@@ -156,7 +156,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
-        plan = session.check_config(config, world_size, given)
+        plan = session.check_config(config, world_size, given, adapter)
         for split in ("train", "test"):
             session.usable_prompts(config, split)
         sys.stdout.write(_plan(config, plan))
@@ -174,7 +174,7 @@ def _train(adapter, config: ConfigDict, accelerator, given: set[str]) -> int:
     from flow_grpo import session
     from flow_grpo.run_folder import RunFolder
 
-    plan = session.check_config(config, accelerator.num_processes, given)
+    plan = session.check_config(config, accelerator.num_processes, given, adapter)
     folder = session.main_process(accelerator, lambda: RunFolder(config))
     try:
         if session.on_all(accelerator, lambda: _is_finished(folder, config)):

@@ -121,13 +121,19 @@ class Run:
         return self.eval_total is not None and self.eval_total > self.best_total
 
 
-def check_config(config, world_size: int, given: Collection[str] | None = None) -> BatchPlan:
+def check_config(
+    config,
+    world_size: int,
+    given: Collection[str] | None = None,
+    adapter: type[FlowModel] | None = None,
+) -> BatchPlan:
     """Check every setting that needs no model, and return the batch plan.
 
     Args:
         config: of the run.
         world_size: number of processes.
         given: the keys that a user gave beside a preset, such as "train.clip_range".
+        adapter: of the family to train; without it, nothing is checked against what it makes.
 
     Raises:
         ValueError: what came, what is allowed, the nearest valid value.
@@ -167,7 +173,10 @@ def check_config(config, world_size: int, given: Collection[str] | None = None) 
     if not any(config.reward_fn.values()):
         raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
     for name in reward_weights(config):
-        _check_scope(name, registry.load(REWARDS, name), plan)
+        reward = registry.load(REWARDS, name)
+        _check_scope(name, reward, plan)
+        if adapter is not None:
+            _check_media(name, reward, adapter)
     if plan.batch_size < min(config.sample.batch_size, plan.samples_per_rank) / 2:
         logger.warning(
             "batches of %d, not %d: the largest divisor of the %d samples of a rank",
@@ -201,6 +210,21 @@ def _check_scope(name: str, reward: type, plan: BatchPlan) -> None:
             f"reward {name} scores whole groups, but a batch of {plan.batch_size} is no whole "
             f"number of groups of {plan.group_size}; set sample.batch_size to a multiple that "
             f"divides the {plan.samples_per_rank} samples of a rank"
+        )
+
+
+def _check_media(name: str, reward: type, adapter: type[FlowModel]) -> None:
+    """Raise ValueError if a reward cannot score what the family makes."""
+    made, scored = adapter.task.rpartition("-")[2], getattr(reward, "media", ("image",))
+    if made not in scored:
+        able = [
+            other
+            for other in registry.names(REWARDS)
+            if made in getattr(registry.load(REWARDS, other), "media", ("image",))
+        ]
+        raise ValueError(
+            f"reward {name} scores {' and '.join(scored)}, but {adapter.__name__} makes {made}; "
+            f"rewards for it: {', '.join(able)} (a reward of yours says so by `media`)"
         )
 
 

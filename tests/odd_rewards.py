@@ -14,7 +14,7 @@ def scores(values: torch.Tensor) -> Scores:
 
 
 class _Reward:
-    scope, runs = "sample", "thread"
+    scope, runs, media = "sample", "thread", ("image", "video")
 
     def __init__(self, device: str = "cpu"):
         self.device = device

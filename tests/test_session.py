@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from flow_grpo.models.wan2_1 import Wan21
+
 
 def reward(name: str) -> str:
     return f"--config.reward_fn=odd_rewards:{name}:1.0"
@@ -58,3 +60,11 @@ def test_a_run_lies_below_the_log_folder(tiny_arguments, train, name):
 )
 def test_a_dry_run_refuses_what_the_run_would(tiny_arguments, train, setting, message):
     assert message in train(*tiny_arguments, f"--config.{setting}", "--dry_run").error
+
+
+def test_a_reward_that_cannot_score_clips_is_refused_for_a_video_family(tiny_arguments, train):
+    call = [*tiny_arguments, "--config.sample.max_sequence_length=32", "--dry_run"]
+    assert train(*call, "--config.reward_fn=video_ocr:1", adapter=Wan21).code == 0
+    outcome = train(*call, "--config.reward_fn=video_ocr:1,jpeg_compressibility:0", adapter=Wan21)
+    assert "reward jpeg_compressibility scores image, but Wan21 makes video" in outcome.error
+    assert "rewards for it: video_ocr (" in outcome.error

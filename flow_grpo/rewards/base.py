@@ -41,7 +41,8 @@ class Scores(NamedTuple):
 class Reward(Protocol):
     """A reward: a class named after its file, built with a device, called with samples.
 
-    An optional `check_prompts(prompts) -> list[bool]` (static) says to which prompts it applies.
+    An optional `check_prompts(prompts) -> list[bool]` (static) says to which prompts it applies, an
+    optional `media`, ("image",) by default, which of "image" and "video" it scores.
     """
 
     scope: str  # "sample": each item by itself | "group": needs whole groups in one call

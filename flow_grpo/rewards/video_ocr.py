@@ -18,6 +18,7 @@ class VideoOcr:
 
     scope = "sample"
     runs = "thread"
+    media = ("image", "video")
 
     def __init__(self, device: str = "cpu"):
         self.device = "cpu"  # wherever the model is
