@@ -158,7 +158,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         plan = session.check_config(config, world_size, given, adapter)
         for split in ("train", "test"):
-            session.usable_prompts(config, split)
+            session.usable_prompts(adapter, config, split)
         sys.stdout.write(_plan(config, plan))
         return 0
     accelerator = Accelerator(

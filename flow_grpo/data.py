@@ -2,7 +2,7 @@
 
 A set is a folder. `general_ocr` reads `{split}.txt`, a prompt a line; `geneval` reads
 `{split}_metadata.jsonl`, an object with a "prompt" a line, kept whole as the metadata. Sets for
-editing have an "image" there too: a file, relative to the folder.
+editing have an "image" there too: a file or a list of files, relative to the folder.
 """
 
 import difflib
@@ -23,7 +23,8 @@ REPO_ROOT = Path(__file__).resolve().parents[1]
 class Prompt(NamedTuple):
     prompt: str
     metadata: dict
-    image: Path | None = None  # file of the reference image, of sets for editing
+    images: tuple[Path, ...] = ()  # files of the reference images, of sets for editing
+    source: str = ""  # file:line
 
 
 def load_prompts(dataset: str | Path, split: str, prompt_fn: str) -> list[Prompt]:
@@ -79,8 +80,8 @@ def epoch_prompt_indices(
 
 
 def _text_prompts(path: Path) -> Iterator[Prompt]:
-    for _, line in _lines(path):
-        yield Prompt(line, {})
+    for number, line in _lines(path):
+        yield Prompt(line, {}, source=f"{path}:{number}")
 
 
 def _geneval_prompts(path: Path) -> Iterator[Prompt]:
@@ -101,10 +102,21 @@ def _geneval_prompts(path: Path) -> Iterator[Prompt]:
                 f'{path}:{number}: "prompt" must be a non-empty string; found {prompt!r} '
                 f"(keys: {keys})"
             )
-        image = metadata.get("image")
-        if image is not None and not (isinstance(image, str) and image.strip()):
-            raise ValueError(f'{path}:{number}: "image" must name a file; found {image!r}')
-        yield Prompt(prompt.strip(), metadata, image and path.parent / image)
+        images = _image_files(metadata.get("image"), path, number)
+        yield Prompt(prompt.strip(), metadata, images, f"{path}:{number}")
+
+
+def _image_files(value, path: Path, number: int) -> tuple[Path, ...]:
+    """Return the files that an "image" names, one or several."""
+    if value is None:
+        return ()
+    names = value if isinstance(value, list) and value else [value]
+    for name in names:
+        if not (isinstance(name, str) and name.strip()):
+            raise ValueError(
+                f'{path}:{number}: "image" must name a file, or a list of files; found {value!r}'
+            )
+    return tuple(path.parent / name for name in names)
 
 
 PROMPT_FNS = {

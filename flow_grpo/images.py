@@ -1,20 +1,20 @@
-"""Read reference images from disk, and tell them apart by content."""
+"""Read reference images from disk, tell them apart by content, and check them before a run."""
 
 import functools
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flow_grpo.data import Prompt
+
 logger = logging.getLogger(__name__)
 
 UNREADABLE = ("stop", "skip")
-Prompt = TypeVar("Prompt")  # has `.image`, a path or None
 
 
 def open_image(path: Path):
@@ -32,6 +32,11 @@ def open_image(path: Path):
         if not path.is_file():
             raise ValueError(f"reference image {path} does not exist") from error
         raise ValueError(f"reference image {path} cannot be read: {error}") from error
+
+
+def open_images(paths: Iterable[Path]) -> tuple:
+    """Return image files as PIL images, RGB, decoded; raise as `open_image` does."""
+    return tuple(map(open_image, paths))
 
 
 def image_tensor(path: Path) -> Tensor:
@@ -53,32 +58,63 @@ def content_digest(path: Path) -> str:
         raise ValueError(f"reference image {path} cannot be read: {error}") from error
 
 
-def with_readable_images(prompts: Sequence[Prompt], unreadable: str) -> list[Prompt]:
-    """Return the prompts whose reference image, if they have one, can be decoded.
+def check_counts(prompts: Sequence[Prompt], family: str, most: int) -> None:
+    """Raise ValueError for the first prompt that has not 1 to `most` reference images."""
+    for prompt in prompts:
+        if 1 <= len(prompt.images) <= most:
+            continue
+        takes = "one reference image" if most == 1 else f"1 to {most} reference images"
+        raise ValueError(
+            f"{prompt.source}: {len(prompt.images) or 'no'} reference images, but {family} takes "
+            f'{takes} for every prompt, named by the "image" of a .jsonl line (prompt_fn geneval)'
+        )
+
+
+def with_readable_images(
+    prompts: Sequence[Prompt],
+    unreadable: str,
+    *,
+    share: slice = slice(None),
+    gathered: Callable[[list], list] = list,
+) -> list[Prompt]:
+    """Return the prompts all of whose reference images can be decoded.
 
     Args:
         prompts: in order.
-        unreadable: "stop" raises at the first image that cannot be, "skip" names it in the log.
+        unreadable: "stop" raises at the first line that has another, "skip" leaves such lines out
+            and names them in the log.
+        share: the files that this process decodes, of all.
+        gathered: joins the lists of all processes, so that each learns what all have found.
 
     Raises:
-        ValueError: such an image, none left, or an unknown `unreadable`.
+        ValueError: such a line, or none left.
     """
-    if unreadable not in UNREADABLE:
-        raise ValueError(
-            f"unreadable_images ({unreadable!r}) must be one of {', '.join(UNREADABLE)}"
-        )
-    problems: dict[Path, str] = {}
-    for path in dict.fromkeys(prompt.image for prompt in prompts if prompt.image is not None):
+    files = list(dict.fromkeys(path for prompt in prompts for path in prompt.images))
+    problems = dict(gathered(_problems(files[share])))
+    broken = [prompt for prompt in prompts if not problems.keys().isdisjoint(prompt.images)]
+    if not broken:
+        return list(prompts)
+    told = [
+        f"{prompt.source}: {next(problems[path] for path in prompt.images if path in problems)}"
+        for prompt in broken
+    ]
+    if unreadable == "stop":
+        more = f" (and of {len(told) - 1} more lines)" if len(told) > 1 else ""
+        raise ValueError(f"{told[0]}{more}; unreadable_images=skip leaves such lines out")
+    if len(broken) == len(prompts):
+        raise ValueError(f"no prompt is left that has readable images; the first: {told[0]}")
+    for line in told:
+        logger.warning("left out: %s", line)
+    logger.warning("%d of %d prompts are left out for their images", len(broken), len(prompts))
+    return [prompt for prompt in prompts if problems.keys().isdisjoint(prompt.images)]
+
+
+def _problems(files: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Return (file, what is wrong with it) of those that cannot be decoded."""
+    found = []
+    for path in files:
         try:
             open_image(path)
         except ValueError as error:
-            if unreadable == "stop":
-                raise ValueError(f"{error}; unreadable_images=skip leaves such out") from error
-            logger.warning("%s; its prompts are left out", error)
-            problems[path] = str(error)
-    kept = [prompt for prompt in prompts if prompt.image not in problems]
-    if not kept:
-        raise ValueError(
-            f"no prompt has a readable image; the first: {next(iter(problems.values()))}"
-        )
-    return kept
+            found.append((path, str(error)))
+    return found

@@ -216,7 +216,7 @@ class Policy:
         if model.max_images:
             from PIL import Image
 
-            images = [[Image.new("RGB", size[::-1])]]
+            images = [(Image.new("RGB", size[::-1]),)]
         cond = model.encode(transformer, [""], images, size=size, negative=None)
         sigma = torch.full((1,), 0.5, device=device)
         with torch.enable_grad():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from flow_grpo.images import content_digest, open_image
+from flow_grpo.images import content_digest, open_images
 from flow_grpo.models.base import Cond, FlowModel
 
 
@@ -16,37 +16,39 @@ class PromptCache:
     def __init__(self, model: FlowModel, module, *, size, negative: str | None, max_size: int):
         self._model, self._module = model, module
         self._size, self._negative, self._max_size = size, negative, max_size
-        self._conds: OrderedDict[tuple[str, str | None], Cond] = OrderedDict()
+        self._conds: OrderedDict[tuple[str, tuple[str, ...]], Cond] = OrderedDict()
         self.num_encoded = 0  # forwards so far
 
     def __call__(
         self,
         prompts: Sequence[str],
         device: torch.device | str,
-        images: Sequence[Path] | None = None,
+        images: Sequence[tuple[Path, ...]] | None = None,
     ) -> Cond:
         """Return the conditions of `prompts` on `device`, in order, repeats shared.
 
-        `images` are the files of their reference images, for families that take them; files of
-        one content are one image.
+        `images` are the files of each prompt's reference images, for families that take them;
+        files of one content are one image.
         """
         keyed = _keyed(prompts, images)
         place = {key: i for i, key in enumerate(dict(keyed))}
-        cond = Cond.cat([self._one(key, path) for key, path in dict(keyed).items()]).to(device)
+        cond = Cond.cat([self._one(key, paths) for key, paths in dict(keyed).items()]).to(device)
         return cond.index(torch.tensor([place[key] for key, _ in keyed], device=device))
 
-    def fill(self, prompts: Sequence[str], images: Sequence[Path] | None = None) -> None:
+    def fill(
+        self, prompts: Sequence[str], images: Sequence[tuple[Path, ...]] | None = None
+    ) -> None:
         """Encode all of `prompts` now and make room for them beside what is there."""
         keyed = dict(_keyed(prompts, images))
         self._max_size = max(self._max_size, len({*self._conds, *keyed}))
-        for key, path in keyed.items():
-            self._one(key, path)
+        for key, paths in keyed.items():
+            self._one(key, paths)
 
-    def _one(self, key: tuple[str, str | None], path: Path | None) -> Cond:
+    def _one(self, key: tuple[str, tuple[str, ...]], paths: tuple[Path, ...]) -> Cond:
         if key in self._conds:
             self._conds.move_to_end(key)
             return self._conds[key]
-        images = None if path is None else [(open_image(path),)]
+        images = [open_images(paths)] if paths else None
         with torch.no_grad():
             cond = self._model.encode(
                 self._module, [key[0]], images, size=self._size, negative=self._negative
@@ -65,11 +67,10 @@ class PromptCache:
         return Cond(cond.tensors | shared)
 
 
-def _keyed(prompts: Sequence[str], images: Sequence[Path] | None) -> list[tuple]:
-    """Return ((prompt, content of its image), its file) of each prompt; None without images."""
-    paths = [None] * len(prompts) if images is None else images
-    digests = [None if path is None else content_digest(path) for path in paths]
+def _keyed(prompts: Sequence[str], images: Sequence[tuple[Path, ...]] | None) -> list[tuple]:
+    """Return ((prompt, contents of its images), their files) of each prompt."""
+    files = [()] * len(prompts) if images is None else images
     return [
-        ((prompt, digest), path)
-        for prompt, digest, path in zip(prompts, digests, paths, strict=True)
+        ((prompt, tuple(map(content_digest, paths))), paths)
+        for prompt, paths in zip(prompts, files, strict=True)
     ]

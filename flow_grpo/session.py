@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from flow_grpo import registry
 from flow_grpo.batching import BatchPlan, plan_batches
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.epoch_steps import check_steps, epoch_steps
-from flow_grpo.images import image_tensor, with_readable_images
+from flow_grpo.images import UNREADABLE, check_counts, image_tensor, with_readable_images
 from flow_grpo.models.base import Cond, FlowModel
 from flow_grpo.models.loading import half_precision_dtype, resolve_model
 from flow_grpo.old_names import RENAMED, translate_old_names
@@ -100,15 +100,16 @@ class Run:
     def conditions(self, prompts: Sequence[Prompt]) -> Cond:
         """Return what the model is told of `prompts`, on the device."""
         texts, device = [p.prompt for p in prompts], self.accelerator.device
-        images = [p.image for p in prompts] if self.model.max_images else None
+        images = [p.images for p in prompts] if self.model.max_images else None
         return self.prompt_cache(texts, device, images)
 
-    def reference_images(self, prompts: Sequence[Prompt]) -> list[Tensor] | None:
-        """Return the prompts' images (3, h, w) in [0, 1], each as large as its file has it."""
+    def reference_images(self, prompts: Sequence[Prompt]) -> list[tuple[Tensor, ...]] | None:
+        """Return each prompt's images (3, h, w) in [0, 1], as large as their files have them."""
         if not self.model.max_images:
             return None
-        tensors = {path: image_tensor(path) for path in dict.fromkeys(p.image for p in prompts)}
-        return [tensors[p.image] for p in prompts]
+        paths = dict.fromkeys(path for p in prompts for path in p.images)
+        tensors = {path: image_tensor(path) for path in paths}
+        return [tuple(tensors[path] for path in p.images) for p in prompts]
 
     @property
     def is_main(self) -> bool:
@@ -149,6 +150,10 @@ def check_config(
     )
     if config.sample.sde_type not in SDES:
         raise ValueError(registry.unknown("sample.sde_type", config.sample.sde_type, SDES))
+    if config.unreadable_images not in UNREADABLE:
+        raise ValueError(
+            registry.unknown("unreadable_images", config.unreadable_images, UNREADABLE)
+        )
     if config.sample.ode_solver not in SOLVERS:
         raise ValueError(registry.unknown("sample.ode_solver", config.sample.ode_solver, SOLVERS))
     _check_numbers(config)
@@ -267,14 +272,34 @@ def total_updates(config) -> int:
     return config.num_epochs * updates_per_epoch(config)
 
 
-def usable_prompts(config, split: str) -> list[Prompt]:
+def usable_prompts(adapter: type[FlowModel], config, split: str, accelerator=None) -> list[Prompt]:
     """Load a split and drop the prompts to which no weighted reward applies, saying how many.
 
+    For families that edit images, every reference image is decoded once: by one of the
+    `accelerator`'s processes, which all learn the outcome, or by this one.
+
     Raises:
-        ValueError: none is left, or a reference image is unreadable and is not to be skipped.
+        ValueError: none is left, or a prompt's reference images are not as the family needs them.
     """
-    prompts = load_prompts(config.dataset, split, config.prompt_fn)
-    prompts = with_readable_images(prompts, config.unreadable_images)
+    prompts = _scorable(load_prompts(config.dataset, split, config.prompt_fn), config, split)
+    if not adapter.max_images:
+        if any(prompt.images for prompt in prompts):
+            logger.warning(
+                "%s takes no reference images: those of %s are not used",
+                adapter.__name__, config.dataset,
+            )  # fmt: skip
+        return prompts
+    check_counts(prompts, adapter.__name__, adapter.max_images)
+    if accelerator is None:
+        return with_readable_images(prompts, config.unreadable_images)
+    share = slice(accelerator.process_index, None, accelerator.num_processes)
+    return with_readable_images(
+        prompts, config.unreadable_images, share=share, gathered=gather_object
+    )
+
+
+def _scorable(prompts: list[Prompt], config, split: str) -> list[Prompt]:
+    """Return the prompts to which a weighted reward applies; raise ValueError if none is left."""
     applies = [False] * len(prompts)
     names = [name for name, weight in reward_weights(config).items() if weight != 0]
     for name in names:
@@ -298,19 +323,15 @@ def usable_prompts(config, split: str) -> list[Prompt]:
 def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder) -> Run:
     """Load the data, the rewards and the model."""
     algorithm = registry.load(ALGORITHMS, config.algorithm)(config)
-    prompts, eval_prompts = usable_prompts(config, "train"), usable_prompts(config, "test")
+    prompts, eval_prompts = (
+        usable_prompts(adapter, config, split, accelerator) for split in ("train", "test")
+    )
     if config.eval.num_prompts:
         eval_prompts = eval_prompts[: config.eval.num_prompts]
     with accelerator.local_main_process_first():  # one download a node
         model = adapter.load(config, accelerator.device)
     size = image_size(config)
     model.check_size(size)
-    images = model.max_images
-    if images and not all(p.image for p in (*prompts, *eval_prompts)):
-        raise ValueError(
-            f"{type(model).__name__} edits images, but {config.dataset} has prompts without one; "
-            'give every line of its jsonl an "image" (prompt_fn geneval)'
-        )
     policy = Policy(model, config, accelerator, keeps=algorithm.weights)
     guided = max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
     cache = PromptCache(
@@ -319,7 +340,8 @@ def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder
     )  # fmt: skip
     if config.sample.offload_text_encoders:
         both = (*prompts, *eval_prompts)
-        cache.fill([p.prompt for p in both], [p.image for p in both] if images else None)
+        images = [p.images for p in both] if model.max_images else None
+        cache.fill([p.prompt for p in both], images)
         model.offload_text_encoders()
     rewards = RewardClient(
         reward_weights(config),

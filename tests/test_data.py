@@ -40,7 +40,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
 def test_geneval_keeps_the_whole_line_as_metadata_and_repeated_lines_twice(tmp_path):
     entry = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
     write(tmp_path / "test_metadata.jsonl", f"{json.dumps(entry)}\n\n{json.dumps(entry)}\n")
-    assert data.load_prompts(tmp_path, "test", "geneval") == [("two cups", entry, None)] * 2
+    assert data.load_prompts(tmp_path, "test", "geneval") == [
+        ("two cups", entry, (), f"{tmp_path}/test_metadata.jsonl:{line}") for line in (1, 3)
+    ]
 
 
 def test_a_missing_folder_names_its_neighbours_and_the_way_to_get_it(tmp_path):

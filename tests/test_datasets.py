@@ -114,7 +114,7 @@ def test_geneval_has_all_six_tags_in_both_splits():
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_geneval_metadata_says_what_its_prompt_says(split):
-    for prompt, metadata, _ in prompts("geneval", split):
+    for prompt, metadata, *_ in prompts("geneval", split):
         check = {"exclude"} if metadata["tag"] == "counting" else set()
         assert set(metadata) == {"tag", "include", "prompt"} | check
         assert prompt == metadata["prompt"]

@@ -156,7 +156,7 @@ class FlowModel(ABC):
         Args:
             module: the trained module, for families whose condition needs it.
             prompts: b texts.
-            images: b lists of reference images (PIL, RGB) for families that take them.
+            images: for families that take them, b tuples of 1 to max_images PIL images, RGB.
             size: of the image to make.
             negative: text of the unguided branch; None without classifier-free guidance.
         """

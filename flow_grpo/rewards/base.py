@@ -23,7 +23,8 @@ class Samples(NamedTuple):
     images: Tensor  # (n, 3, h, w), or clips (n, f, 3, h, w), float32 on the CPU, in [0, 1]
     prompts: list[str]
     metadata: list[dict]
-    reference_images: list | None = None
+    # of editing runs: n tuples of images (3, h, w) like `images`, each as large as its file
+    reference_images: list[tuple[Tensor, ...]] | None = None
     group_ids: Tensor | None = None  # (n,) int64
 
 

@@ -74,7 +74,7 @@ def demo(args: argparse.Namespace) -> None:
     noise = seeds.normal((1, *model.latent_shape(size)), args.seed, seeds.INITIAL_NOISE)
     x = model.initial_latents(1, size, noise.to(device))
     finals = _finals(args, model, size, x)
-    images = [[open_image(Path(args.image))]] if args.image else None
+    images = [(open_image(Path(args.image)),)] if args.image else None
     stock = model.stock(
         [args.prompt],
         x,
@@ -100,7 +100,7 @@ def _finals(args: argparse.Namespace, model, size: tuple[int, int], x):
     guided = args.guidance_scale > 1
     negative = model.negative if guided else None
     cache = PromptCache(model, model.transformer, size=size, negative=negative, max_size=1)
-    cond = cache([args.prompt], x.device, [Path(args.image)] if args.image else None)
+    cond = cache([args.prompt], x.device, [(Path(args.image),)] if args.image else None)
     sigmas = model.sigmas(args.num_steps, size)
     stochastic = range(args.num_steps - 1)
     noises = [seeds.normal(x.shape, args.seed, seeds.STEP_NOISE, t=t) for t in stochastic]

@@ -1,19 +1,24 @@
 """Conditions are sliceable, and each prompt is encoded once."""
 
 import torch
+from PIL import Image
 
 from flow_grpo.models.base import Cond
 from flow_grpo.prompt_cache import PromptCache
+
+NAMES = {(255, 0, 0): "red", (0, 0, 255): "blue"}
 
 
 class Encoder:
     """Encode a prompt as its length, and remember what it was asked."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.pictures = [], []
 
     def encode(self, module, prompts, images=None, *, size, negative):
         self.asked.append((*prompts, negative))
+        for pictures in images or ():
+            self.pictures.append(tuple(NAMES[picture.getpixel((0, 0))] for picture in pictures))
         return Cond(
             {
                 "embeds": torch.tensor([[float(len(p))] * 3 for p in prompts]),
@@ -86,3 +91,15 @@ def test_the_negative_is_kept_in_memory_once():
     places = {cond["negative_embeds"].data_ptr() for cond in cache._conds.values()}
     assert len(places) == 1
     assert len({cond["embeds"].data_ptr() for cond in cache._conds.values()}) == 3
+
+
+def test_a_prompt_is_encoded_once_for_each_sequence_of_image_contents(tmp_path):
+    encoder, cache = _cache()
+    a, b, c = (tmp_path / f"{name}.png" for name in "abc")
+    for path, color in ((a, "red"), (b, "red"), (c, "blue")):
+        Image.new("RGB", (2, 2), color).save(path)
+    cache(["x"] * 5, "cpu", [(a,), (b,), (a, c), (c, a), (b, c)])
+    assert cache.num_encoded == 3
+    assert encoder.pictures == [("red",), ("red", "blue"), ("blue", "red")]
+    cache(["y", "x"], "cpu", [(a,), (c, b)])
+    assert cache.num_encoded == 4
