@@ -1,10 +1,11 @@
-"""Write the small prompt sets of this folder, byte for byte the same from their seed.
+"""Write the small prompt sets of this folder, the same from their seed.
 
     python dataset/generate.py              all sets
     python dataset/generate.py ocr geneval  these
     python dataset/generate.py ocr --force  over a fetched or edited set
 
-Every prompt is made here, from templates of this project. Standard library only.
+Every prompt is made here, from templates of this project, and every picture is drawn here (by
+Pillow, which may compress the same pixels differently from version to version).
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
+import drawings
 import vocabulary as words
 
 ROOT = Path(__file__).resolve().parent
@@ -204,6 +206,39 @@ def drawbench(draw: Draw) -> dict[str, list[str]]:
     return {"train.txt": lines[:1], "test.txt": [line for line in lines[1:] for _ in range(5)]}
 
 
+def counting_edit(draw: Draw) -> dict[str, list[str] | bytes]:
+    """Edits that make the number of some objects two; the splits share no (class, number)."""
+    scenes: dict[str, list] = {"train": [], "test": []}
+    for count in (1, 3, 4, 5):
+        nouns = draw.some(drawings.CLASSES, len(drawings.CLASSES))
+        scenes["train"] += [(noun, count) for noun in nouns[:9]] * 2
+        scenes["test"] += [(noun, count) for noun in nouns[9:]] * 2
+    files: dict[str, list[str] | bytes] = {}
+    for split, part in scenes.items():
+        lines = []
+        for noun, count in draw.some(part, len(part)):
+            name = f"images/{split}_{len(lines):02d}.png"
+            files[name] = drawings.png(drawings.scene(noun, count, draw))
+            lines.append(json.dumps(edit(noun, count, name, draw)))
+        files[f"{split}_metadata.jsonl"] = lines
+    return files
+
+
+def edit(noun: str, count: int, image: str, draw: Draw) -> dict:
+    number = ("one", "two", "three", "four", "five")[count - 1]
+    there = noun if count == 1 else plural(noun)
+    frame = draw.one(words.EDIT_FRAMES)
+    return {
+        "tag": "counting",
+        "include": [{"class": noun, "count": 2}],
+        "exclude": [{"class": noun, "count": 3}],
+        "t2i_prompt": f"a drawing of {number} {there}",
+        "source_count": count,
+        "prompt": frame.format(objects=plural(noun), number=number),
+        "image": image,
+    }
+
+
 def splits(lines: Iterator[str], num_train: int, num_test: int) -> dict[str, list[str]]:
     return {
         "train.txt": [next(lines) for _ in range(num_train)],
@@ -211,13 +246,19 @@ def splits(lines: Iterator[str], num_train: int, num_test: int) -> dict[str, lis
     }
 
 
-SETS = {make.__name__: make for make in (ocr, geneval, pickscore, pickscore_sfw, drawbench)}
+SETS = {
+    make.__name__: make
+    for make in (ocr, geneval, pickscore, pickscore_sfw, drawbench, counting_edit)
+}
 
 
 def generate(name: str) -> dict[str, bytes]:
     """Return {file name: content} of a set."""
     files = SETS[name](Draw(SEED + list(SETS).index(name)))
-    return {file: "".join(f"{line}\n" for line in lines).encode() for file, lines in files.items()}
+    return {
+        file: lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        for file, lines in files.items()
+    }
 
 
 def write(name: str, root: Path, force: bool) -> None:
@@ -226,12 +267,23 @@ def write(name: str, root: Path, force: bool) -> None:
     folder = root / name
     for file, content in files.items():
         path = folder / file
-        if not force and path.exists() and path.read_bytes() != content:
+        if not force and path.exists() and not is_same(path, content):
             raise ValueError(f"{path} holds another set (fetched or edited); --force replaces it")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "SOURCE.json").unlink(missing_ok=True)
     for file, content in files.items():
-        (folder / file).write_bytes(content)
+        path = folder / file
+        path.parent.mkdir(exist_ok=True)
+        if not (path.exists() and is_same(path, content)):
+            path.write_bytes(content)
+
+
+def is_same(path: Path, content: bytes) -> bool:
+    """Say whether a file holds `content`; of pictures, whether it shows the same."""
+    found = path.read_bytes()
+    if path.suffix == ".png":
+        return found == content or drawings.same_picture(found, content)
+    return found == content
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -100,6 +100,13 @@ OPPOSITES = {
     "below": "above",
 }
 
+EDIT_FRAMES = (
+    "Make it two {objects} and leave the rest of the picture alone",
+    "Show exactly two {objects} instead of {number}",
+    "There should be two {objects} here, no more and no fewer",
+    "Keep the scene as it is, but with two {objects} in it",
+)
+
 SUBJECTS = (
     "a red fox",
     "an old clockmaker",

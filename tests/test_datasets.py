@@ -1,17 +1,21 @@
 import importlib.util
+import io
+import itertools
 import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from flow_grpo import data
 
 ROOT = Path(__file__).resolve().parents[1] / "dataset"
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}
-NUMBERS = {"two": 2, "three": 3, "four": 4}
+NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5}
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +28,12 @@ def generate():
         yield module
     finally:
         sys.path.remove(str(ROOT))
-        sys.modules.pop("vocabulary", None)
+        for name in ("vocabulary", "drawings"):
+            sys.modules.pop(name, None)
 
 
-SMALL_SETS = ("ocr", "geneval", "pickscore", "pickscore_sfw", "drawbench")
+TEXT_SETS = ("ocr", "geneval", "pickscore", "pickscore_sfw", "drawbench")
+SMALL_SETS = (*TEXT_SETS, "counting_edit")
 
 
 def shipped(name):
@@ -38,7 +44,7 @@ def shipped(name):
 
 
 def prompts(name, split):
-    prompt_fn = "geneval" if name == "geneval" else "general_ocr"
+    prompt_fn = "geneval" if name in ("geneval", "counting_edit") else "general_ocr"
     return data.load_prompts(shipped(name), split, prompt_fn)
 
 
@@ -50,20 +56,29 @@ def test_every_small_set_is_covered_here(generate):
 def test_small_sets_are_what_their_generator_writes(generate, name):
     files = generate.generate(name)
     folder = shipped(name)
-    assert {path.name for path in folder.iterdir() if path.suffix in (".txt", ".jsonl")} == set(
-        files
-    )
+    kinds = (".txt", ".jsonl", ".png")
+    found = [path for path in folder.rglob("*") if path.suffix in kinds]
+    assert {path.relative_to(folder).as_posix() for path in found} == set(files)
     for file, content in files.items():
-        assert (folder / file).read_bytes() == content, file
+        if file.endswith(".png"):  # another zlib may pack the same pixels differently
+            assert (pixels(folder / file) == pixels(io.BytesIO(content))).all(), file
+        else:
+            assert (folder / file).read_bytes() == content, file
 
 
-@pytest.mark.parametrize("name", SMALL_SETS)
+def pixels(file) -> np.ndarray:
+    with Image.open(file) as image:
+        assert image.mode == "RGB"
+        return np.array(image)
+
+
+@pytest.mark.parametrize("name", TEXT_SETS)
 def test_train_and_test_prompts_are_disjoint(name):
     train, test = ({prompt for prompt, *_ in prompts(name, split)} for split in ("train", "test"))
     assert not train & test
 
 
-@pytest.mark.parametrize("name", SMALL_SETS)
+@pytest.mark.parametrize("name", TEXT_SETS)
 def test_prompts_are_plain_and_unique_but_for_drawbench(name):
     for split in ("train", "test"):
         lines = [prompt for prompt, *_ in prompts(name, split)]
@@ -80,6 +95,7 @@ def test_prompts_are_plain_and_unique_but_for_drawbench(name):
         ("pickscore", 200, 50),
         ("pickscore_sfw", 200, 50),
         ("drawbench", 1, 100),
+        ("counting_edit", 72, 24),
     ],
 )
 def test_sizes_are_those_of_the_readme(name, num_train, num_test):
@@ -178,6 +194,65 @@ def test_geneval_splits_share_no_scene_however_it_is_worded():
     assert not train & test
 
 
+@pytest.mark.parametrize(("split", "num"), [("train", 72), ("test", 24)])
+def test_an_edit_says_what_its_picture_shows_and_what_it_should_show(split, num):
+    seen = set()
+    for prompt, metadata, images, _ in prompts("counting_edit", split):
+        (include,), (exclude,) = metadata["include"], metadata["exclude"]
+        assert metadata["tag"] == "counting"
+        assert (include["count"], exclude["count"]) == (2, 3)
+        assert include["class"] == exclude["class"]
+        shown = metadata["t2i_prompt"].removeprefix("a drawing of ")
+        number = metadata["source_count"]
+        if number == 1:
+            assert shown == f"one {include['class']}"
+        else:
+            assert parsed(f"a photo of {shown}", "counting") == [
+                (include["class"], number, None, None)
+            ]
+        plural = {"knife": "knives"}.get(include["class"], f"{include['class']}s")
+        assert f"two {plural}" in prompt
+        assert "instead" not in prompt or prompt.endswith(shown.split()[0])
+        (image,) = images
+        assert occupied_cells(pixels(image)) == number != 2
+        seen.add(image)
+    assert len(seen) == num
+
+
+def occupied_cells(picture) -> int:
+    """Count the cells of 3 x 3 that hold something; an object keeps to its own."""
+    assert picture.shape == (256, 256, 3)
+    codes = picture.astype(np.int64) @ (65536, 256, 1)
+    colors, counts = np.unique(codes, return_counts=True)
+    something = codes != colors[counts.argmax()]
+    edges = [round(256 / 3 * i) for i in range(4)]
+    cells = [
+        something[top + 3 : bottom - 3, left + 3 : right - 3]
+        for top, bottom in itertools.pairwise(edges)
+        for left, right in itertools.pairwise(edges)
+    ]
+    return sum(bool(cell.any()) for cell in cells)
+
+
+def test_edits_of_the_two_splits_share_no_class_with_number_and_no_picture():
+    scenes, pictures = {}, {}
+    for split in ("train", "test"):
+        edits = prompts("counting_edit", split)
+        scenes[split] = Counter(
+            (edit.metadata["include"][0]["class"], edit.metadata["source_count"]) for edit in edits
+        )
+        pictures[split] = {pixels(edit.images[0]).tobytes() for edit in edits}
+        assert set(scenes[split].values()) == {2}
+    assert not set(scenes["train"]) & set(scenes["test"])
+    assert len(pictures["train"] | pictures["test"]) == 96
+    assert Counter(number for _, number in scenes["train"]) == dict.fromkeys((1, 3, 4, 5), 9)
+    assert Counter(number for _, number in scenes["test"]) == dict.fromkeys((1, 3, 4, 5), 3)
+
+
+def test_a_drawn_class_is_one_that_detectors_know(generate):
+    assert set(generate.drawings.CLASSES) <= set(generate.words.OBJECTS)
+
+
 def test_one_scene_has_one_key_so_that_it_falls_into_one_split(generate, monkeypatch):
     monkeypatch.setattr(generate.words, "OBJECTS", ("cup", "dog"))
     monkeypatch.setattr(generate.words, "COLORS", ("red", "blue"))
@@ -203,6 +278,24 @@ def test_the_generator_does_not_overwrite_a_set_that_is_not_its_own(generate, tm
     assert generate.main(arguments) == 1
     assert "--force" in capsys.readouterr().err
     assert path.read_text() == "mine\n"
+    assert generate.main([*arguments, "--force"]) == 0
+    assert path.read_bytes() == whole
+
+
+def test_the_generator_knows_its_pictures_by_what_they_show(generate, tmp_path, capsys):
+    arguments = ["counting_edit", "--root", str(tmp_path)]
+    assert generate.main(arguments) == 0
+    path = tmp_path / "counting_edit" / "images" / "train_00.png"
+    whole = path.read_bytes()
+    Image.open(path).save(path, compress_level=0)  # the same pixels in other bytes
+    packed = path.read_bytes()
+    assert packed != whole
+    assert generate.main(arguments) == 0
+    assert path.read_bytes() == packed
+    for other in (b"no picture", (path.parent / "train_01.png").read_bytes()):
+        path.write_bytes(other)
+        assert generate.main(arguments) == 1
+        assert "train_00.png holds another set" in capsys.readouterr().err
     assert generate.main([*arguments, "--force"]) == 0
     assert path.read_bytes() == whole
 
