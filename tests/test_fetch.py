@@ -313,13 +313,15 @@ def test_the_table_has_the_row_counts_of_the_public_sets(fetch, capsys):
         "pickscore: train.txt (25432 rows), test.txt (2048 rows)",
         "pickscore_sfw: train.txt (15486 rows), test.txt (1024 rows)",
         "drawbench: train.txt (1 rows), test.txt (1000 rows)",
+        "counting_edit: train_metadata.jsonl (818 rows), test_metadata.jsonl (112 rows), "
+        "generated_images (images)",
     ):
         assert f"{line}\n" in listing
 
 
 def test_the_source_is_one_pinned_commit(fetch):
     assert len(fetch.COMMIT) == 40
-    url = fetch.Server(fetch.BASE_URL, 1, 1).url("ocr", "test.txt")
+    url = fetch.Server(fetch.BASE_URL, 1, 1).url("ocr", fetch.SETS["ocr"][1])
     assert url.endswith(f"/yifan123/flow_grpo/{fetch.COMMIT}/dataset/ocr/test.txt")
 
 
