@@ -143,7 +143,7 @@ def _named_images(images: str, texts: list[str], temporary: Path, folder: Path) 
 
 
 def _unpack(archive: Path, wanted: list[str], folder: Path, url: str) -> None:
-    """Take the wanted files out of a zip, and nothing else; delete the zip."""
+    """Take the wanted files out of a zip, and nothing else."""
     try:
         with zipfile.ZipFile(archive) as packed:
             there = {entry.filename: entry for entry in packed.infolist()}
@@ -158,7 +158,6 @@ def _unpack(archive: Path, wanted: list[str], folder: Path, url: str) -> None:
                     shutil.copyfileobj(source, target)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise FetchError(f"{url} is no zip that can be read: {error}") from error
-    archive.unlink()
 
 
 def _download(url: str, path: Path, server: Server, max_bytes: int) -> str:

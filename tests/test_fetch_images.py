@@ -95,6 +95,14 @@ def test_a_folder_of_the_users_is_kept_beside_even_twice(edits, server, tmp_path
         assert {f"edits/{name}" for name in IMAGES} < names
 
 
+def test_an_image_of_another_name_is_not_the_one_that_was_fetched(edits, tmp_path):
+    edits()
+    (tmp_path / "edits" / "pictures" / "a.jpg").rename(tmp_path / "edits" / "pictures" / "aa.jpg")
+    assert edits()[0] == 1
+    assert edits("--force")[0] == 0
+    assert tree(tmp_path)["edits/pictures/a.jpg"] == IMAGES["pictures/a.jpg"]
+
+
 def test_other_images_than_at_the_first_download_are_refused(edits, server, tmp_path):
     edits()
     server.bodies[ZIP] = zipped({**IMAGES, "pictures/a.jpg": b"picture A"})
@@ -129,10 +137,11 @@ def test_an_archive_that_lacks_images_or_is_broken_leaves_nothing(
     assert_failed_and_left(edits(), tmp_path, {}, complaint)
 
 
-def test_a_damaged_member_is_refused(edits, server, tmp_path):
+@pytest.mark.parametrize("byte", [0, 4])  # a kind of block that there is not; a wrong sum
+def test_a_damaged_member_is_refused(edits, server, tmp_path, byte):
     body = bytearray(zipped(IMAGES))
     place = body.index(b"pictures/a.jpg") + len("pictures/a.jpg")  # its data follow its name
-    body[place + 4] ^= 0xFF
+    body[place + byte] ^= 0xFF if byte else 0x04
     server.bodies[ZIP] = bytes(body)
     assert_failed_and_left(edits(), tmp_path, {}, "is no zip that can be read")
 
