@@ -109,3 +109,15 @@ def write_edit_set(folder: Path) -> None:
             lines += [{"prompt": f"make it {c}", "image": name} for c in ("red", "blue")]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{split}_metadata.jsonl").write_text(text)
+
+
+def own_arguments(pipeline, x, images, size, guidance_scale) -> dict:
+    """Return the arguments of the unpatched pipeline's call that are FLUX.1's own."""
+    return {"latents": x.flatten(1, 2), "guidance_scale": guidance_scale}
+
+
+def own_edit_arguments(pipeline, x, images, size, guidance_scale) -> dict:
+    """Return those of FLUX.1-Kontext; `images` are as large as the image to make."""
+    arguments = own_arguments(pipeline, x, images, size, guidance_scale)
+    area = {"max_area": size[0] * size[1], "_auto_resize": False}
+    return {"image": [image for (image,) in images], **area, **arguments}

@@ -95,3 +95,8 @@ def sd3(*, with_t5: bool = False, seed: int = 0) -> StableDiffusion3Pipeline:
         text_encoder_3=t5,
         tokenizer_3=t5_tokenizer,
     )
+
+
+def own_arguments(pipeline, x, images, size, guidance_scale) -> dict:
+    """Return the arguments of the unpatched pipeline's call that are SD3's own."""
+    return {"latents": x, "guidance_scale": guidance_scale}

@@ -129,3 +129,9 @@ def qwenimage(*, seed: int = 0) -> QwenImagePipeline:
     assert pipeline.prompt_template_encode == TEMPLATE
     assert len(prefix) == pipeline.prompt_template_encode_start_idx
     return pipeline
+
+
+def own_arguments(pipeline, x, images, size, guidance_scale) -> dict:
+    """Return the arguments of the unpatched pipeline's call that are Qwen-Image's own."""
+    negative = {"negative_prompt": [" "] * len(x)} if guidance_scale > 1 else {}
+    return {"latents": x.flatten(1, 2), "true_cfg_scale": guidance_scale, **negative}

@@ -3,6 +3,7 @@
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
@@ -57,3 +58,13 @@ def wan(*, seed: int = 0) -> WanPipeline:
         scheduler=scheduler(),
         transformer=transformer,
     )
+
+
+def own_arguments(pipeline, x, images, size, guidance_scale) -> dict:
+    """Return the arguments of the unpatched pipeline's call that are Wan's own.
+
+    The pipeline is given the scheduler that the adapter's steps are those of.
+    """
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=FLOW_SHIFT)
+    num_frames = (x.shape[2] - 1) * pipeline.vae_scale_factor_temporal + 1
+    return {"latents": x, "num_frames": num_frames, "guidance_scale": guidance_scale}
