@@ -13,7 +13,9 @@ from config import models, tasks
 from config.base import locked_config, preset
 from config.grpo_families import (  # noqa: F401
     counting_flux_kontext,
+    general_ocr_flux2_klein,
     general_ocr_wan2_1,
+    general_ocr_zimage,
     geneval_flux_fast,
     pickscore_flux,
     pickscore_flux_8gpu,

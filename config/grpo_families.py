@@ -103,3 +103,33 @@ def general_ocr_wan2_1() -> ConfigDict:
     config.train.kl_coef = 0.004
     config.eval.batch_size = 2
     return config
+
+
+def _own_ocr(config: ConfigDict) -> None:
+    """Render text, two steps trained: the shape of `pickscore_qwenimage_8gpu`, as a start."""
+    tasks.ocr(config)
+    config.eval_freq = 30
+    config.save_freq = 30
+    config.sample.groups_per_epoch = 32
+    config.sample.group_size = 16
+    config.sample.batch_size = 4
+    config.sample.noise_level = 0.7
+    config.sample.sde_window_size = 2
+    config.sample.sde_window_range = (0, 5)
+    config.eval.batch_size = 4
+
+
+def general_ocr_zimage() -> ConfigDict:
+    """Text rendering with Z-Image: 8 GPUs (not published; never trained here)."""
+    config = locked_config()
+    models.zimage(config)
+    _own_ocr(config)
+    return config
+
+
+def general_ocr_flux2_klein() -> ConfigDict:
+    """Text rendering with FLUX.2 klein base 4B: 8 GPUs (not published; never trained here)."""
+    config = locked_config()
+    models.flux2_klein(config)
+    _own_ocr(config)
+    return config

@@ -85,6 +85,42 @@ def wan2_1(config: ConfigDict) -> None:
     config.train.gradient_checkpointing = True
 
 
+def zimage(config: ConfigDict) -> None:
+    """Set up Z-Image at 512 px: 10 steps in training, 50 in evaluation, LoRA r=64, bf16.
+
+    Not published for online learning and never trained here; sizes as for Qwen-Image.
+    """
+    config.pretrained.model = "Tongyi-MAI/Z-Image"
+    config.mixed_precision = "bf16"
+    config.resolution = 512
+    config.sample.num_steps = 10
+    config.sample.guidance_scale = 5.0  # the pipeline's own number for it is 4
+    config.sample.max_sequence_length = 256  # every forward is that long; stock cuts at 512
+    config.eval.num_steps = 50
+    config.eval.guidance_scale = 5.0
+    config.train.lora_rank = 64
+    config.train.lora_alpha = 128
+    config.train.gradient_checkpointing = True
+
+
+def flux2_klein(config: ConfigDict) -> None:
+    """Set up FLUX.2 klein base 4B at 512 px: 10 steps, 50 in evaluation, LoRA r=64, bf16.
+
+    Not published for online learning and never trained here; sizes as for Qwen-Image.
+    """
+    config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-4B"
+    config.mixed_precision = "bf16"
+    config.resolution = 512
+    config.sample.num_steps = 10
+    config.sample.guidance_scale = 4.0  # 1 for the distilled models
+    config.sample.max_sequence_length = 512  # the transformer sees the padding, unmasked
+    config.eval.num_steps = 50
+    config.eval.guidance_scale = 4.0
+    config.train.lora_rank = 64
+    config.train.lora_alpha = 128
+    config.train.gradient_checkpointing = True
+
+
 def tiny_sd3(config: ConfigDict) -> None:
     """Set up the shipped small SD3 at 64 px: no T5, no guidance, fp32 on any device."""
     config.pretrained.model = "flow_grpo/assets/tiny_sd3"

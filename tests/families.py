@@ -22,6 +22,7 @@ class Family(NamedTuple):
     hub_ids: tuple[str, ...]  # of presets, `pretrained.model`
     script: str  # scripts/NAME.py
     arguments: Mapping = MappingProxyType({})  # of the builder
+    returned: str = ""  # module:function (pipeline, latents that its call returns) -> x; "": these
     length: int = 48  # sample.max_sequence_length
     num_frames: int = 1  # of a clip; 1 for images
     references: int = 0  # reference images of a prompt
@@ -86,6 +87,16 @@ FAMILIES = {
         num_frames=5,
         sizes=((32, 32), (16, 48)),  # the pipeline asks for multiples of 16
         batch_effect=5.4e-6,
+    ),
+    "zimage": Family(
+        "tiny_zimage:zimage", "tiny_zimage:own_arguments", ("Tongyi-MAI/Z-Image",), "train_zimage"
+    ),
+    "flux2_klein": Family(
+        "tiny_flux2:flux2_klein",
+        "tiny_flux2:own_arguments",
+        ("black-forest-labs/FLUX.2-klein-base-4B",),
+        "train_flux2_klein",
+        returned="tiny_flux2:returned",
     ),
 }
 
@@ -163,4 +174,8 @@ def unpatched(
             )[0]
         )
     result = torch.cat(found)
-    return result.reshape(x.shape) if output_type == "latent" else result
+    if output_type != "latent":
+        return result
+    return (_named(family.returned)(pipeline, result) if family.returned else result).reshape(
+        x.shape
+    )

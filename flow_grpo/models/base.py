@@ -294,7 +294,7 @@ class FlowModel(ABC):
             **settings,
             **(self.stock_references(images, size) if images else {}),
         )[0]
-        return latents.float().reshape(x.shape)
+        return self.own_latents(latents).float().reshape(x.shape)
 
     def stock_settings(self, guidance_scale: float) -> dict:
         """Return the arguments of the pipeline's call that are this family's own."""
@@ -303,6 +303,10 @@ class FlowModel(ABC):
     def stock_latents(self, x: Tensor) -> Tensor:
         """Return x as the pipeline's call takes it, with the same elements in the same order."""
         return x
+
+    def own_latents(self, latents: Tensor) -> Tensor:
+        """Return x_0 of what the pipeline's call returns for output_type="latent"."""
+        return latents
 
     def stock_references(self, images: Sequence[Sequence], size: tuple[int, int]) -> dict:
         """Return the arguments of the pipeline's call for reference images."""
