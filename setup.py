@@ -45,6 +45,7 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.18"],
     "swanlab": ["swanlab>=0.7"],  # needs protobuf < 7
     "trackio": ["trackio>=0.20"],  # needs pillow < 13
+    "edit": ["torchvision>=0.22"],  # for the processor of Qwen-Image-Edit; it fixes torch's version
     "quant": ["bitsandbytes>=0.48"],
     "test": ["pytest>=8.0", "ruff>=0.12"],
 }

@@ -13,6 +13,10 @@ from config import models, tasks
 from config.base import locked_config, preset
 from config.grpo_families import (  # noqa: F401
     counting_flux_kontext,
+    counting_qwenimage_edit,
+    counting_qwenimage_edit_8gpu,
+    counting_qwenimage_edit_fast,
+    dual_ref_qwenimage_edit_plus_fast,
     general_ocr_flux2_klein,
     general_ocr_wan2_1,
     general_ocr_zimage,

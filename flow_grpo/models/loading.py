@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from flow_grpo import registry
+
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -110,9 +112,17 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
     if found != expected:
         raise ValueError(
             f"{path} holds a {found or 'file without _class_name'}, not a {expected}; "
-            "use the train script of that family, or another pretrained.model"
+            f"use {_script(found)}, or another pretrained.model"
         )
     return index
+
+
+def _script(pipeline_class: str | None) -> str:
+    """Return the train script for a pipeline class."""
+    for name in registry.names("flow_grpo.models"):
+        if registry.load("flow_grpo.models", name).pipeline_class == pipeline_class:
+            return f"scripts/train_{name}.py"
+    return "the train script of its family, if there is one"
 
 
 def quiet_libraries() -> None:

@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--guidance_scale", type=float, default=1.0, help="1: no guidance")
     parser.add_argument("--resolution", type=int, default=64, help="height and width, pixels")
     parser.add_argument("--max_sequence_length", type=int, default=0, help="tokens; 0: no T5")
+    parser.add_argument("--reference_resolution", type=int, default=1024, help="of --image")
     parser.add_argument("--num_frames", type=int, default=33, help="of a clip, by video models")
     parser.add_argument("--mixed_precision", default="no", help="no, fp16, bf16")
     parser.add_argument("--seed", type=int, default=0)
@@ -165,6 +166,7 @@ def _config(args: argparse.Namespace):
     config.pretrained.model = args.pretrained
     config.mixed_precision = args.mixed_precision
     config.num_frames = args.num_frames
+    config.reference_resolution = args.reference_resolution
     config.sample.max_sequence_length = args.max_sequence_length
     config.sample.guidance_scale = config.eval.guidance_scale = args.guidance_scale
     return config
