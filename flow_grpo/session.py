@@ -220,6 +220,11 @@ def _check_scope(name: str, reward: type, plan: BatchPlan) -> None:
 
 def _check_media(name: str, reward: type, adapter: type[FlowModel]) -> None:
     """Raise ValueError if a reward cannot score what the family makes."""
+    if getattr(reward, "needs_reference", False) and not adapter.max_images:
+        raise ValueError(
+            f"reward {name} compares an image with the one that was edited, but "
+            f"{adapter.__name__} edits none; take it out of reward_fn"
+        )
     made, scored = adapter.task.rpartition("-")[2], getattr(reward, "media", ("image",))
     if made not in scored:
         able = [

@@ -67,6 +67,17 @@ def tiny_flux_kontext_dir(tiny_dir) -> str:
 
 
 @pytest.fixture(scope="session")
+def tiny_clip_dir(tmp_path_factory) -> str:
+    """Save a random CLIP with its processor and return its folder."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("tiny_clip")
+    for part in tiny_models.clip():
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def edit_set(tmp_path_factory) -> Path:
     """Return a prompt set for editing: 6 prompts a split, 3 images of 3 shapes in each."""
     import tiny_flux

@@ -33,7 +33,7 @@ PRESETS = [
 every_preset = pytest.mark.parametrize(("file", "name"), PRESETS, ids=map(":".join, PRESETS))
 WORLD_SIZES = (1, 8, 32)
 # Rewards whose model is not in the repository: a download or a server.
-OUTSIDE = ("geneval", "pickscore", "clipscore", "image_similarity")
+OUTSIDE = ("geneval", "pickscore", "clipscore")
 RATIOS = ("grpo", "grpo_guard")  # algorithms that compare the policy with the collecting one
 
 

@@ -8,6 +8,9 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from transformers import (
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
@@ -43,6 +46,28 @@ def clip_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
         pad_token_id=tokenizer.pad_token_id,
     )
     return CLIPTextModelWithProjection(config)
+
+
+def clip(*, seed: int = 0) -> tuple[CLIPModel, CLIPImageProcessorPil]:
+    """Return a random CLIP of 32 x 32 pixels and 24 dimensions, and its image processor."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 2
+    config = CLIPConfig(
+        text_config={
+            **sizes,
+            "vocab_size": 99,
+            "max_position_embeddings": 16,
+            "bos_token_id": 97,
+            "eos_token_id": 98,
+        },
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+        projection_dim=24,
+    )
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    return CLIPModel(config), processor
 
 
 def sd3(*, with_t5: bool = False, seed: int = 0) -> StableDiffusion3Pipeline:

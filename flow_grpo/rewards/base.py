@@ -43,7 +43,8 @@ class Reward(Protocol):
     """A reward: a class named after its file, built with a device, called with samples.
 
     An optional `check_prompts(prompts) -> list[bool]` (static) says to which prompts it applies, an
-    optional `media`, ("image",) by default, which of "image" and "video" it scores.
+    optional `media`, ("image",) by default, which of "image" and "video" it scores, an optional
+    `needs_reference`, False by default, that it compares with the image that was edited.
     """
 
     scope: str  # "sample": each item by itself | "group": needs whole groups in one call
@@ -79,6 +80,22 @@ def score_each(samples: Samples, score: Callable[[Tensor, str, dict], tuple]) ->
         for key, number in numbers.items():
             details.setdefault(key, torch.full((num,), torch.nan))[i] = number
     return Scores(values, states, reasons, details)
+
+
+def score_edits(samples: Samples, score: Callable[[Tensor, tuple, str, dict], tuple]) -> Scores:
+    """Score edited images one by one, as `score_each`; one without a reference: not applicable.
+
+    `score(image (3, h, w), its reference images, prompt, metadata)` returns as in `score_each`.
+    """
+    references = iter(samples.reference_images or [()] * len(samples.prompts))
+
+    def edited(image: Tensor, prompt: str, metadata: dict) -> tuple:
+        own = next(references)
+        if not own:
+            raise NotApplicable("there is no reference image to compare with")
+        return score(image, own, prompt, metadata)
+
+    return score_each(samples, edited)
 
 
 def failed(num: int, reason: str) -> Scores:
@@ -120,3 +137,16 @@ def to_uint8(image: Tensor) -> np.ndarray:
         raise ValueError("broken image: it holds values that are not finite")
     pixels = (image.float() * 255).round().clamp(0, 255).to(torch.uint8)
     return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
+
+
+def reference_image(reference: Tensor, image: Tensor) -> np.ndarray:
+    """Return a reference (3, h', w') as (h, w, 3) uint8, resized (bicubic) to the image's size.
+
+    Its shape may change: a family that edits makes images of one size from references of any.
+    Raises ValueError if it is broken, as `to_uint8`.
+    """
+    from PIL import Image
+
+    pixels = Image.fromarray(to_uint8(reference))
+    height, width = image.shape[-2:]
+    return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC))

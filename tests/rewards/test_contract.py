@@ -13,15 +13,24 @@ PACKAGE = "flow_grpo.rewards"
 NAMES = registry.names(PACKAGE)
 
 
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
 @pytest.fixture(params=NAMES, scope="module")
-def reward(request):
+def reward(request, tiny_clip_dir, monkeypatch_module):
+    monkeypatch_module.setenv("FLOW_GRPO_CLIP", tiny_clip_dir)
     return registry.load(PACKAGE, request.param)(device="cpu")
 
 
 def samples(num):
-    images = torch.rand(num, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(num, 3, 64, 64, generator=generator)
     prompts = [f'"WORD{i}" on a sign' for i in range(num)]
-    return Samples(images, prompts, [{"tag": "single_object"} for _ in range(num)])
+    references = [(torch.rand(3, 40 + i, 50, generator=generator),) for i in range(num)]
+    return Samples(images, prompts, [{"tag": "single_object"} for _ in range(num)], references)
 
 
 def assert_equal(left: Scores, right: Scores):
@@ -64,7 +73,7 @@ def test_a_sample_scores_the_same_in_any_batch(reward):
         pytest.skip("a group is scored as a whole")
     given = samples(3)
     whole = reward(given)
-    first = reward(Samples(given.images[:1], given.prompts[:1], given.metadata[:1]))
+    first = reward(Samples(*(column[:1] for column in given[:4])))
     assert_equal(Scores(whole.values[:1], whole.states[:1], whole.reasons[:1], {}), first)
 
 
@@ -72,8 +81,20 @@ def test_it_leaves_its_input_alone(reward):
     given, expected = samples(2), samples(2)
     reward(given)
     torch.testing.assert_close(given.images, expected.images, rtol=0, atol=0)
+    for own, same in zip(given.reference_images, expected.reference_images, strict=True):
+        torch.testing.assert_close(own, same, rtol=0, atol=0)
     assert given.prompts == expected.prompts
     assert given.metadata == expected.metadata
+
+
+def test_only_a_reward_that_says_so_needs_a_reference(reward):
+    for missing in (None, [(), ()]):
+        scores = reward(samples(2)._replace(reference_images=missing))
+        if getattr(reward, "needs_reference", False):
+            assert scores.states.tolist() == [State.NOT_APPLICABLE] * 2
+            assert "no reference image" in scores.reasons[1]
+        else:
+            assert State.OK in scores.states.tolist()
 
 
 def test_no_samples_give_no_scores(reward):
