@@ -153,19 +153,24 @@ def _run(adapter, argv: Sequence[str]) -> int:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     from flow_grpo import session
+    from flow_grpo.processes import check_processes, without_gpu
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
+        check_processes(world_size)
         plan = session.check_config(config, world_size, given, adapter)
         for split in ("train", "test"):
             session.usable_prompts(adapter, config, split)
-        sys.stdout.write(_plan(config, plan))
+        if int(os.environ.get("RANK", 0)) == 0:
+            sys.stdout.write(_plan(config, plan))
         return 0
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
+        cpu=without_gpu(),
         # One rank downloads, saves or waits for a slow reward while the others wait for it.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
     )
+    check_processes(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
     return _train(adapter, config, accelerator, given)
 

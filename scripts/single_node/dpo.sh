@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Train SD3.5-medium by DPO on this machine:
-#   bash scripts/single_node/dpo.sh [--config.KEY=VALUE ...]
-# From the environment: CONFIG (file and preset), NUM_PROCESSES (one a GPU; 1), SCRIPT (the model
-# family's train script).
+# Train SD3.5-medium by DPO on GenEval on this machine, with one GPU:
+#   bash scripts/single_node/dpo.sh [SETTING ...]
+# A SETTING is --config.KEY=VALUE. From the environment: CONFIG, SCRIPT, NUM_PROCESSES, MASTER_PORT,
+# ACCELERATE_CONFIG. See scripts/launch.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+SCRIPT="${SCRIPT:-scripts/train_sd3.py}"
 CONFIG="${CONFIG:-config/dpo.py:geneval_sd3}"
+NUM_PROCESSES="${NUM_PROCESSES:-1}"
 source scripts/launch.sh
+launch "$@"

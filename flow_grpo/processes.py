@@ -1,0 +1,60 @@
+"""Compare the processes that a launcher was asked for with those that it started."""
+
+import os
+from pathlib import Path
+
+ASKED = "FLOW_GRPO_NUM_PROCESSES"  # by scripts/launch.sh: what its user asked for
+
+
+def without_gpu() -> bool:
+    """Return whether processes must be told to meet on the CPU; else each would stay alone.
+
+    DeepSpeed has its own way.
+    """
+    import torch
+
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    return not deepspeed and not torch.accelerator.is_available()
+
+
+def check_processes(started: int) -> None:
+    """Raise ValueError if fewer processes run than were asked for, or several share a GPU.
+
+    started: how many there are, of all machines.
+    """
+    asked = os.environ.get(ASKED)
+    if asked is not None and int(asked) != started:
+        raise ValueError(
+            f"{asked} processes were asked for (NUM_PROCESSES) and {started} started; the file in "
+            f"ACCELERATE_CONFIG ({os.environ.get('ACCELERATE_CONFIG') or 'none'}) must be for "
+            "several GPUs (distributed_type MULTI_GPU, DEEPSPEED or FSDP)"
+        )
+    if asked is None and started == 1 and _launched_as_one_of_several():
+        raise ValueError(
+            "accelerate launch was asked for several processes and started one, as it does with "
+            "--cpu, and on a machine without a GPU also without --multi_gpu; write --multi_gpu and "
+            "no --cpu, with or without GPUs"
+        )
+    import torch
+
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if 0 < gpus < here:
+        raise ValueError(
+            f"{here} processes on this machine would share its {gpus} GPUs, and each needs its "
+            f"own; start at most {gpus} a machine (NUM_PROCESSES, --num_processes)"
+        )
+
+
+def _launched_as_one_of_several() -> bool:
+    """Return whether `accelerate launch` gave this process a meeting point, but no rank.
+
+    A MASTER_ADDR that was there before is the user's, for other runs, and says nothing.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or "LOCAL_RANK" in os.environ:
+        return False
+    try:
+        before = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:  # no Linux, or the launcher has ended
+        return False
+    address = os.environ.get("MASTER_ADDR")
+    return address is not None and f"MASTER_ADDR={address}".encode() not in before
