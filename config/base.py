@@ -50,7 +50,7 @@ def _data_and_model() -> ConfigDict:
     config.unreadable_images = "stop"  # stop | skip: prompts whose reference image cannot be read
     config.resolution = 512  # image height and width, pixels
     config.width = 0  # pixels, where it differs from the height; 0 = resolution
-    config.reference_resolution = 1024  # square of as many pixels as an image that Qwen-Image-Edit sees
+    config.reference_resolution = 1024  # side of a square: pixels of what Qwen-Image-Edit sees
     config.num_frames = 33  # of a clip, one more than a multiple of 4; read by video models only
     config.reward_fn = ConfigDict({"ocr": 1.0})  # weights; 0 = evaluation only
     config.reward = ConfigDict()

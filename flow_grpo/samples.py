@@ -47,10 +47,9 @@ def save_samples(
     aside = samples / f".epoch-{epoch:06d}-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    pixels = images.detach().float().nan_to_num(0).clamp(0, 1).mul(255).round().byte()
     entries = []
-    for i, pixel in enumerate(pixels.movedim(-3, -1).cpu().numpy()):
-        file = _save(pixel, aside, f"{i:03d}")
+    for i, image in enumerate(images):
+        file = save_image(image, aside, f"{i:03d}")
         item = {name: plain(values[i]) for name, values in scores.items()}
         entries.append({"file": file, "prompt": str(prompts[i]), "scores": item})
     (aside / "scores.json").write_text(
@@ -66,10 +65,12 @@ def save_samples(
     return target
 
 
-def _save(pixels, folder: Path, stem: str) -> str:
-    """Write an image (h, w, 3) or a clip (f, h, w, 3), uint8; return the file's name."""
+def save_image(image: "Tensor", folder: Path, stem: str) -> str:
+    """Write an image (3, h, w) or a clip (f, 3, h, w), float in [0, 1]; return the file's name."""
     from PIL import Image
 
+    pixels = image.detach().float().nan_to_num(0).clamp(0, 1).mul(255).round().byte()
+    pixels = pixels.movedim(-3, -1).cpu().numpy()
     if pixels.ndim == 3:
         Image.fromarray(pixels).save(folder / f"{stem}.png")
         return f"{stem}.png"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import families
 import numpy as np
 import pytest
 import tiny_models
@@ -152,3 +153,92 @@ def test_an_adapter_that_matches_nothing_is_an_error(run, tmp_path):
     code, _, err = run("--prompt", "a", "--lora", str(tmp_path))
     assert code == 2
     assert "1 of its 1 modules are not in this model" in err
+
+
+def _family_arguments(name: str, folder: str, tmp_path: Path) -> list[str]:
+    arguments = ["--pretrained", folder, "--resolution", "32", "--width", "48", "--num_steps", "2"]
+    arguments += ["--num_frames", "5", "--max_sequence_length", "16", "--num_images", "1"]
+    most = families.adapter(name).max_images
+    for place in range(most):
+        Image.new("RGB", (40, 40), (255 * place, 80, 20)).save(tmp_path / f"{place}.png")
+        arguments += ["--image", str(tmp_path / f"{place}.png")]
+    return arguments
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_family_is_that_of_the_pipeline(name, run, tiny_dir, tmp_path):
+    arguments = _family_arguments(name, tiny_dir(name), tmp_path)
+    adapter, pipeline = families.adapter(name), families.FAMILIES[name].pipeline()
+    lora.add(pipeline.transformer, targets=adapter.lora_targets, rank=2, alpha=2)
+    with torch.no_grad():
+        for place, (key, p) in enumerate(pipeline.transformer.named_parameters()):
+            if "lora_" in key:
+                p.copy_(seeds.normal(p.shape, 0, seeds.ADAPTER_INIT, member=place))
+    layers = lora.export_state(pipeline.transformer)
+    pipeline.save_lora_weights(str(tmp_path / "adapter"), transformer_lora_layers=layers)
+    for out, more in (
+        ("a", ["--prompt", "a"]),
+        ("b", ["--prompt", "of quite another kind, 0123"]),
+        ("lora", ["--prompt", "a", "--lora", "adapter"]),
+    ):
+        code, said, err = run(*arguments, *more, "--out", out, base=False)
+        assert code == 0, err
+    kind = "webp" if adapter.task == "text-to-video" else "png"
+    assert said.startswith(f"1 {'clips' if kind == 'webp' else 'images'} in lora: 000_00.{kind}")
+    frames = {}
+    for out in ("a", "b", "lora"):
+        (file,) = (tmp_path / out).iterdir()
+        with Image.open(file) as image:
+            assert (file.name, image.size) == (f"000_00.{kind}", (48, 32))
+            assert getattr(image, "n_frames", 1) == (5 if kind == "webp" else 1)
+            frames[out] = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(frames["a"] - frames["b"]).max() >= 2
+    assert np.abs(frames["a"] - frames["lora"]).max() > 5
+
+
+def test_a_reference_image_counts(run, tiny_dir, tmp_path):
+    name = "flux_kontext"
+    arguments = [*_family_arguments(name, tiny_dir(name), tmp_path), "--prompt", "a"]
+    run(*arguments, "--out", "first", base=False)
+    Image.new("RGB", (40, 40), (0, 200, 255)).save(tmp_path / "0.png")
+    run(*arguments, "--out", "second", base=False)
+    first, second = (_pixels(tmp_path / out)["000_00.png"] for out in ("first", "second"))
+    assert np.abs(first - second).max() > 5
+    for more, message in (
+        (["--image", "0.png"], "--image: FluxKontext takes 1, and 2 were given"),
+        (["--image", "none.png"], "--image: FluxKontext takes 1, and 2 were given"),
+    ):
+        code, _, err = run(*arguments, *more, base=False)
+        assert (code, message in err) == (2, True)
+    without = [a for a in arguments if a != "--image" and not a.endswith("0.png")]
+    assert "takes 1, and 0 were given" in run(*without, base=False)[2]
+    (tmp_path / "0.png").write_bytes(b"no image")
+    assert "0.png cannot be read" in run(*arguments, base=False)[2]
+    assert "SD3 takes no, and 1 were given" in run("--prompt", "a", "--image", "0.png")[2]
+
+
+def test_a_pipeline_of_no_family_is_an_error(run, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "OtherPipeline"}')
+    code, _, err = run("--prompt", "a", "--pretrained", "other", base=False)
+    assert code == 2
+    assert "other holds a OtherPipeline, which no file of flow_grpo/models is for" in err
+    assert "sd3 (StableDiffusion3Pipeline)" in err
+
+
+def test_a_base_model_has_its_familys_settings(script, tiny_dir, monkeypatch):
+    command = ["--pretrained", tiny_dir("wan2_1"), "--prompt", "a"]
+    monkeypatch.setattr(sys, "argv", ["sample.py", *command])
+    seen = []
+
+    def settings(args):
+        seen.append(real(args)[0])
+        raise ValueError("seen")
+
+    real = script.settings
+    monkeypatch.setattr(script, "settings", settings)
+    assert script.main() == 2
+    (config,) = seen
+    assert (config.resolution, config.width, config.num_frames) == (240, 416, 33)
+    assert (config.eval.num_steps, config.sample.max_sequence_length) == (50, 512)
+    assert config.pretrained.model == tiny_dir("wan2_1")

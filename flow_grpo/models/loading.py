@@ -8,6 +8,7 @@ import torch
 from flow_grpo import registry
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+MODELS = "flow_grpo.models"
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -91,6 +92,40 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
     Raises:
         ValueError: it cannot be had, is broken, or belongs to another pipeline class.
     """
+    index = _read_index(path, revision)
+    found = _class_name(index)
+    if found != expected:
+        family = _families().get(found)
+        script = f"scripts/train_{family}.py" if family else "the train script of its family"
+        raise ValueError(
+            f"{path} holds a {found}, not a {expected}; use {script}, or another pretrained.model"
+        )
+    return index
+
+
+def adapter_name(model: str, revision: str) -> str:
+    """Return the file of `flow_grpo/models` whose adapter the pipeline `model` belongs to.
+
+    Raises:
+        ValueError: its model_index.json cannot be had or is broken, or there is no such adapter.
+    """
+    path = resolve_model(model)
+    found = _class_name(_read_index(path, revision))
+    families = _families()
+    if found not in families:
+        raise ValueError(
+            f"{path} holds a {found}, which no file of flow_grpo/models is for; there are: "
+            f"{', '.join(f'{name} ({kind})' for kind, name in families.items())}"
+        )
+    return families[found]
+
+
+def _families() -> dict[str, str]:
+    """Return {pipeline class: file of `flow_grpo/models`}."""
+    return {registry.load(MODELS, name).pipeline_class: name for name in registry.names(MODELS)}
+
+
+def _read_index(path: str, revision: str) -> dict:
     file = Path(path) / "model_index.json"
     if not Path(path).is_dir():
         from huggingface_hub import hf_hub_download
@@ -108,21 +143,11 @@ def model_index(path: str, revision: str, *, expected: str) -> dict:
         index = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is no valid JSON: {error}") from error
-    found = index.get("_class_name") if isinstance(index, dict) else None
-    if found != expected:
-        raise ValueError(
-            f"{path} holds a {found or 'file without _class_name'}, not a {expected}; "
-            f"use {_script(found)}, or another pretrained.model"
-        )
-    return index
+    return index if isinstance(index, dict) else {}
 
 
-def _script(pipeline_class: str | None) -> str:
-    """Return the train script for a pipeline class."""
-    for name in registry.names("flow_grpo.models"):
-        if registry.load("flow_grpo.models", name).pipeline_class == pipeline_class:
-            return f"scripts/train_{name}.py"
-    return "the train script of its family, if there is one"
+def _class_name(index: dict) -> str:
+    return index.get("_class_name") or "file without _class_name"
 
 
 def quiet_libraries() -> None:
