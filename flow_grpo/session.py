@@ -28,7 +28,12 @@ from flow_grpo.trackers import check_trackers
 logger = logging.getLogger(__name__)
 
 ALGORITHMS, REWARDS = "flow_grpo.algorithms", "flow_grpo.rewards"
-CONTROLS = ("none", "permute_rewards", "flip_advantages")
+ONE_OF = {
+    "control": ("none", "permute_rewards", "flip_advantages"),
+    "sample.sde_type": SDES,
+    "sample.ode_solver": SOLVERS,
+    "unreadable_images": UNREADABLE,
+}
 AT_LEAST = {
     "num_epochs": 1,
     "eval_freq": 1,
@@ -148,14 +153,9 @@ def check_config(
         batch_size=config.sample.batch_size,
         world_size=world_size,
     )
-    if config.sample.sde_type not in SDES:
-        raise ValueError(registry.unknown("sample.sde_type", config.sample.sde_type, SDES))
-    if config.unreadable_images not in UNREADABLE:
-        raise ValueError(
-            registry.unknown("unreadable_images", config.unreadable_images, UNREADABLE)
-        )
-    if config.sample.ode_solver not in SOLVERS:
-        raise ValueError(registry.unknown("sample.ode_solver", config.sample.ode_solver, SOLVERS))
+    for dotted, allowed in ONE_OF.items():
+        if _value(config, dotted) not in allowed:
+            raise ValueError(registry.unknown(dotted, _value(config, dotted), allowed))
     _check_numbers(config)
     _check_algorithm(config, {RENAMED.get(name, name) for name in given or ()})
     learning_rate(
@@ -173,8 +173,6 @@ def check_config(
             f"run_name ({config.run_name!r}) must name a folder below logdir ({config.logdir}), "
             "such as my_run; logdir may lie anywhere"
         )
-    if config.control not in CONTROLS:
-        raise ValueError(registry.unknown("control", config.control, CONTROLS))
     if not any(config.reward_fn.values()):
         raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
     for name in reward_weights(config):
@@ -191,19 +189,22 @@ def check_config(
     return plan
 
 
+def _value(config, dotted: str):
+    """Return the field called "section.name" or "name"."""
+    *section, name = dotted.split(".")
+    return (config[section[0]] if section else config)[name]
+
+
 def _check_numbers(config) -> None:
     """Raise ValueError for a number that is outside its range."""
-
-    def value(dotted: str):
-        *section, name = dotted.split(".")
-        return (config[section[0]] if section else config)[name]
-
     for dotted, least in AT_LEAST.items():
-        if not least <= value(dotted) < math.inf:
-            raise ValueError(f"{dotted} ({value(dotted)}) must be finite and at least {least}")
+        value = _value(config, dotted)
+        if not least <= value < math.inf:
+            raise ValueError(f"{dotted} ({value}) must be finite and at least {least}")
     for dotted in ABOVE_ZERO:
-        if not 0 < value(dotted) < math.inf:
-            raise ValueError(f"{dotted} ({value(dotted)}) must be finite and above 0")
+        value = _value(config, dotted)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{dotted} ({value}) must be finite and above 0")
     if config.train.lora_path and not config.use_lora:
         raise ValueError("train.lora_path is given but use_lora is False; set one or the other")
 

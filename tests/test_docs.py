@@ -38,7 +38,12 @@ def _has_field(dotted: str) -> bool:
 
 def _presets(file: str) -> set[str]:
     """Return the functions of a config file that are presets; none in those that make them up."""
-    functions = {n.name for n in ast.parse(_read(file)).body if hasattr(n, "args")}
+    body = ast.parse(_read(file)).body
+    functions = {n.name for n in body if hasattr(n, "args")}
+    imports = [
+        n for n in body if isinstance(n, ast.ImportFrom) and n.module == "config.grpo_families"
+    ]
+    functions |= {alias.name for n in imports for alias in n.names}
     presets = {name for name in functions - {"get_config"} if not name.startswith("_")}
     return presets if "get_config" in functions else set()
 
