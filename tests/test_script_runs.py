@@ -14,17 +14,15 @@ from launch_scripts import MULTI, ROOT, SCRIPTS, SINGLE, environment, finished, 
 BIN = Path(sys.executable).parent
 TRAINS_ON_ONE = "test_a_script_trains_on_this_machine"
 IN_THE_FAST_SUITE = "multi_node/sd3.sh"
-# An epoch of 16 images: two of every group to each of up to two processes.
+# An epoch of 16 images, for one process or two.
 SMALL = (
     "--config.num_epochs=1", "--config.trackers=none", "--config.mixed_precision=no",
     "--config.reward_fn=odd_rewards:Contrast:1.0", "--config.run_name=run",
+    "--config.resolution=32", "--config.width=0", "--config.num_frames=5",
     "--config.sample.groups_per_epoch=4", "--config.sample.group_size=4",
-    "--config.sample.num_steps=6", "--config.eval.num_steps=2",
-    "--config.eval.num_prompts=2", "--config.eval.num_samples=1",
+    "--config.sample.num_steps=6", "--config.sample.max_sequence_length=32",
+    "--config.eval.num_steps=2", "--config.eval.num_prompts=2", "--config.eval.num_samples=1",
 )  # fmt: skip
-OF_FAMILY = {
-    "sd3": ("--config.resolution=32",),
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +30,10 @@ def start_small(request):
     """Return a function that starts a script on a tiny pipeline, for a run `folder`/run."""
 
     def call(script: str, *arguments: str, folder: Path, **settings: str):
-        published = SCRIPTS[script]
-        pipeline = request.getfixturevalue(published.fixture)
+        pipeline = request.getfixturevalue("tiny_dir")(SCRIPTS[script].train)
         return start(
             script, *arguments, f"--config.pretrained.model={pipeline}",
-            f"--config.logdir={folder}", *SMALL, *OF_FAMILY[published.train],
+            f"--config.logdir={folder}", *SMALL,
             path=BIN, cwd=folder, CUDA_VISIBLE_DEVICES="",
             PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             HF_HOME=str(folder / "hf"),  # no launcher settings of a user
@@ -53,7 +50,7 @@ def single_runs(request, start_small, tmp_path_factory):
     with ThreadPoolExecutor(2) as pool:
         runs = {}
         for script in (item.callspec.params["script"] for item in items):
-            request.getfixturevalue(SCRIPTS[script].fixture)
+            request.getfixturevalue("tiny_dir")(SCRIPTS[script].train)  # not in a thread
             folder = tmp_path_factory.mktemp(Path(script).stem)
 
             def train(script=script, folder=folder):
