@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 from config.base import locked_config
 from flow_grpo import cli, old_names
@@ -168,8 +169,10 @@ def test_every_flag_of_a_command_exists(name):
     for command in _commands(_prose(name)):
         if len(command) < 3:  # a name alone
             continue
-        if command[0] == "accelerate":
-            launched = launch_command_parser().parse_args(command[2:])
+        if not command[1].endswith((".py", ".sh")):
+            accelerate = command[0] == "accelerate"
+            parser = launch_command_parser() if accelerate else get_args_parser()
+            launched = parser.parse_args(command[2 if accelerate else 1 :])
             command = ["python", launched.training_script, *launched.training_script_args]
         script, found = command[1], (re.match(r"--[\w.]+", word) for word in command[2:])
         flags = [match[0] for match in found if match]
