@@ -148,3 +148,16 @@ def test_a_mistake_is_one_line_without_the_launchers_trace(tmp_path):
     assert "warning" not in (done.stderr + done.stdout).lower()
     (line,) = [line for line in done.stderr.splitlines() if line]
     assert line.startswith("error: algorithm 'dpo' does not read train.clip_range (0.1; default")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once_and_last_by_several_processes(tmp_path):
+    done = run(
+        "single_node/grpo.sh", "--config.typo=1", "--dry_run", path=BIN, cwd=tmp_path,
+        NUM_PROCESSES="2", PYTHONPATH=str(ROOT), HF_HOME=str(tmp_path / "hf"),
+    )  # fmt: skip
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
+    assert [line for line in lines if line.startswith("error: ")] == [lines[0]]
+    assert lines[0].startswith("error: unknown key config.typo")
+    assert lines[-1].endswith(lines[0])
