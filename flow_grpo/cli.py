@@ -15,6 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo import registry
+from flow_grpo.processes import check_processes, say_mistake, without_gpu
 
 logger = logging.getLogger("flow_grpo")
 
@@ -42,7 +43,7 @@ def run(adapter) -> None:
     try:
         code = _run(adapter, sys.argv)
     except USER_ERRORS as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split()) or type(error).__name__}\n")
+        say_mistake(f"error: {' '.join(str(error).split()) or type(error).__name__}")
         code = 1
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; the same command resumes from the last checkpoint\n")
@@ -153,7 +154,6 @@ def _run(adapter, argv: Sequence[str]) -> int:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     from flow_grpo import session
-    from flow_grpo.processes import check_processes, without_gpu
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))

@@ -1,9 +1,13 @@
-"""Compare the processes that a launcher was asked for with those that it started."""
+"""Get on with a launcher: did it start what it was asked for, and what does it say of a mistake."""
 
+import json
 import os
+import sys
+import time
 from pathlib import Path
 
 ASKED = "FLOW_GRPO_NUM_PROCESSES"  # by scripts/launch.sh: what its user asked for
+FIRST_SPEAKS_S = 5.0  # for the first process of a machine to say what all of them would
 
 
 def without_gpu() -> bool:
@@ -43,6 +47,20 @@ def check_processes(started: int) -> None:
             f"{here} processes on this machine would share its {gpus} GPUs, and each needs its "
             f"own; start at most {gpus} a machine (NUM_PROCESSES, --num_processes)"
         )
+
+
+def say_mistake(line: str) -> None:
+    """Write a line to stderr, and where torchrun looks for the cause of a failure.
+
+    Where all processes of a machine fail alike the first one speaks; the launcher then ends the
+    others.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        time.sleep(FIRST_SPEAKS_S)
+    sys.stderr.write(f"{line}\n")
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        cause = json.dumps({"message": line, "timestamp": int(time.time())})
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(cause)
 
 
 def _launched_as_one_of_several() -> bool:

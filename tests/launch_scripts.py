@@ -23,11 +23,6 @@ class Published(NamedTuple):
         """Return the part of the command line from the train script on."""
         return [f"scripts/train_{self.train}.py", "--config", f"config/{self.preset}"]
 
-    @property
-    def fixture(self) -> str:
-        """Return the fixture that makes a tiny pipeline of the family."""
-        return f"tiny_{self.train.removesuffix('2_1')}_dir"
-
 
 SINGLE = {
     "grpo": (1, "sd3", "grpo.py:general_ocr_sd3_1gpu"),
@@ -76,9 +71,9 @@ def run(script: str, *arguments: str, path: Path | str, cwd: Path, **settings: s
 
 
 def finished(process) -> subprocess.CompletedProcess:
-    """Wait for what `start` returned, and stop it after two minutes."""
+    """Wait for what `start` returned, and stop it after seven minutes."""
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=400)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

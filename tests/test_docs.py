@@ -3,23 +3,60 @@
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 from config.base import locked_config
-from flow_grpo import old_names
+from flow_grpo import cli, old_names
 from flow_grpo.rewards.base import Samples, State
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "README.zh.md")
 GUIDES = tuple(sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 DOCUMENTS = (*READMES, "CONTRIBUTING.md", "dataset/README.md", *GUIDES)
+COMMAND = re.compile(r"\b(?:(?:accelerate launch|torchrun)|(?:bash|python) (?:scripts|dataset)/)")
+FOLDERS = ("flow_grpo", "config", "scripts", "dataset", "benchmarks")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 def _read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _prose(name: str) -> str:
+    """Return what a file tells its reader: a document, docstrings, or the comments of a script."""
+    text = _read(name)
+    if name.endswith(".py"):
+        nodes = (n for n in ast.walk(ast.parse(text)) if isinstance(n, DOCUMENTED))
+        return "\n\n".join(ast.get_docstring(node) or "" for node in nodes)
+    if name.endswith((".sh", ".yaml")):
+        comments = (line.strip() for line in text.splitlines() if line.lstrip().startswith("#"))
+        return "\n".join(line.lstrip("# ") for line in comments)
+    return text
+
+
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for pattern in ("*.py", "*.sh", "*.yaml", "*.md")
+    for path in (ROOT / folder).rglob(pattern)
+)
+QUOTING = [name for name in SOURCES if name not in DOCUMENTS and COMMAND.search(_prose(name))]
+
+
+def _commands(text: str) -> list[list[str]]:
+    """Return the words of every command that starts a line or a piece of code in it."""
+    text = re.sub(r"\s*\\\\?\n\s*", " ", text)
+    lines = re.findall(
+        rf"(?:^|`)(?:[ \t]|[A-Z_]+=\S* )*({COMMAND.pattern}[^`\n]*)", text, flags=re.M
+    )
+    lines = (re.sub(r"\[.*?\]|[.;,]$", "", line) for line in lines)  # [what may be left out]
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
@@ -64,9 +101,9 @@ def _tables(name: str) -> dict[str, str]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, *QUOTING])
 def test_every_override_that_is_shown_exists(name):
-    shown = set(re.findall(r"--config\.([\w.]+)", _read(name)))
+    shown = set(re.findall(r"--config\.([\w.]+)", _prose(name))) - {"KEY"}
     assert {field for field in shown if not _has_field(field)} == set()
 
 
@@ -78,10 +115,10 @@ def test_every_field_that_is_named_exists(name):
     assert {field for field in named if not _has_field(field)} == set()
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, *QUOTING])
 def test_every_script_that_is_named_exists(name):
     folders = "scripts|dataset|config|tests|benchmarks"
-    named = set(re.findall(rf"\b((?:{folders})/[\w/]+\.(?:py|sh))", _read(name)))
+    named = set(re.findall(rf"\b((?:{folders})/[\w/]+\.(?:py|sh|yaml))", _prose(name)))
     missing = {path for path in named if not (ROOT / path).is_file()}
     # The files that CONTRIBUTING tells its reader to write.
     assert missing - {"scripts/train_my_model.py", "tests/rewards/test_brightness.py"} == set()
@@ -104,11 +141,11 @@ def test_the_tables_of_presets_are_complete(name):
         assert set(rows) == _presets(file), file
 
 
-@pytest.mark.parametrize("name", [*READMES, *GUIDES])
+@pytest.mark.parametrize("name", [*DOCUMENTS, *QUOTING])
 def test_every_preset_that_is_named_loads(name):
-    used = set(re.findall(r"((?:config/)?\w+\.py):(\w+)", _read(name)))
+    used = set(re.findall(r"\b((?:config/)?\w+\.py):([a-z]\w+)", _prose(name)))
     used = {(f"config/{file.removeprefix('config/')}", preset) for file, preset in used}
-    assert used
+    assert used or name not in READMES
     for file, preset in used:
         assert preset in _presets(file)
         _load(file, preset)
@@ -124,6 +161,36 @@ def test_sizes_and_rewards_in_the_tables_of_presets_are_those_of_the_presets(nam
             assert set(re.findall(r"`(\w+)`", rewards)) == set(config.reward_fn), preset
             sample = config.sample
             assert (sample.groups_per_epoch, sample.group_size) == (int(groups), int(size)), preset
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *QUOTING])
+def test_every_flag_of_a_command_exists(name):
+    """A launcher's by its own parser; another script's as it is written in that script."""
+    for command in _commands(_prose(name)):
+        if len(command) < 3:  # a name alone
+            continue
+        if not command[1].endswith((".py", ".sh")):
+            accelerate = command[0] == "accelerate"
+            parser = launch_command_parser() if accelerate else get_args_parser()
+            launched = parser.parse_args(command[2 if accelerate else 1 :])
+            command = ["python", launched.training_script, *launched.training_script_args]
+        script, found = command[1], (re.match(r"--[\w.]+", word) for word in command[2:])
+        flags = [match[0] for match in found if match]
+        assert (ROOT / script).is_file()
+        known = set(re.findall(r"--\w+", _read(script)))
+        if script.startswith("scripts/train_") or "_node/" in script:
+            flags = [flag for flag in flags if not flag.startswith("--config.")]
+            known = set(re.findall(r"--\w+", cli.HELP))
+        assert {*flags} - known == set()
+
+
+def test_commands_are_found_where_they_are_quoted():
+    known = {"README.md", "docs/faq.md", "config/dpo.py", "scripts/train_sd3.py"}
+    known |= {"scripts/demo/sde_demo.py", "scripts/multi_node/sd3.sh"}
+    assert [name for name in known if not _commands(_prose(name))] == []
+    assert _commands("# A=1 B= bash scripts/a.sh 0 [X ...]") == []
+    assert _commands("A=1 B= bash scripts/a.sh 0 [X ...]") == [["bash", "scripts/a.sh", "0"]]
+    assert _commands("see `torchrun a.py \\\n  'x y'`.") == [["torchrun", "a.py", "x y"]]
 
 
 def test_both_readmes_show_the_same_commands():

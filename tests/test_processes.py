@@ -1,4 +1,4 @@
-"""Fewer processes than were asked for, and processes that would share a GPU, are errors."""
+"""Too few processes, or several on a GPU, are errors; a mistake is said once, and last too."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flow_grpo import processes
 
@@ -13,7 +14,10 @@ from flow_grpo import processes
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
     """Start every test without a launcher's variables."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):
+    for name in (
+        "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION",
+        "TORCHELASTIC_ERROR_FILE",
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv(processes.ASKED, raising=False)
 
@@ -77,3 +81,23 @@ def test_processes_meet_on_the_cpu_without_a_gpu(available, deepspeed, expected,
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", deepspeed)
     assert processes.without_gpu() is expected
+
+
+def test_a_mistake_is_what_torchruns_last_line_says(monkeypatch, capfd, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    processes.say_mistake("error: 7 is too much")
+    assert capfd.readouterr().err == "error: 7 is too much\n"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert failure.message == "error: 7 is too much"
+    assert failure.timestamp > 1.7e9
+
+
+def test_the_first_process_of_a_machine_speaks_first(monkeypatch, capfd):
+    said = []
+    monkeypatch.setattr(processes.time, "sleep", lambda s: said.append((s, capfd.readouterr().err)))
+    for rank in ("0", "3"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        processes.say_mistake(f"error of {rank}")
+    assert said == [(processes.FIRST_SPEAKS_S, "error of 0\n")]
+    assert capfd.readouterr().err == "error of 3\n"

@@ -14,17 +14,15 @@ from launch_scripts import MULTI, ROOT, SCRIPTS, SINGLE, environment, finished, 
 BIN = Path(sys.executable).parent
 TRAINS_ON_ONE = "test_a_script_trains_on_this_machine"
 IN_THE_FAST_SUITE = "multi_node/sd3.sh"
-# An epoch of 16 images: two of every group to each of up to two processes.
+# An epoch of 16 images, for one process or two.
 SMALL = (
     "--config.num_epochs=1", "--config.trackers=none", "--config.mixed_precision=no",
     "--config.reward_fn=odd_rewards:Contrast:1.0", "--config.run_name=run",
+    "--config.resolution=32", "--config.width=0", "--config.num_frames=5",
     "--config.sample.groups_per_epoch=4", "--config.sample.group_size=4",
-    "--config.sample.num_steps=6", "--config.eval.num_steps=2",
-    "--config.eval.num_prompts=2", "--config.eval.num_samples=1",
+    "--config.sample.num_steps=6", "--config.sample.max_sequence_length=32",
+    "--config.eval.num_steps=2", "--config.eval.num_prompts=2", "--config.eval.num_samples=1",
 )  # fmt: skip
-OF_FAMILY = {
-    "sd3": ("--config.resolution=32",),
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +30,10 @@ def start_small(request):
     """Return a function that starts a script on a tiny pipeline, for a run `folder`/run."""
 
     def call(script: str, *arguments: str, folder: Path, **settings: str):
-        published = SCRIPTS[script]
-        pipeline = request.getfixturevalue(published.fixture)
+        pipeline = request.getfixturevalue("tiny_dir")(SCRIPTS[script].train)
         return start(
             script, *arguments, f"--config.pretrained.model={pipeline}",
-            f"--config.logdir={folder}", *SMALL, *OF_FAMILY[published.train],
+            f"--config.logdir={folder}", *SMALL,
             path=BIN, cwd=folder, CUDA_VISIBLE_DEVICES="",
             PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             HF_HOME=str(folder / "hf"),  # no launcher settings of a user
@@ -53,7 +50,7 @@ def single_runs(request, start_small, tmp_path_factory):
     with ThreadPoolExecutor(2) as pool:
         runs = {}
         for script in (item.callspec.params["script"] for item in items):
-            request.getfixturevalue(SCRIPTS[script].fixture)
+            request.getfixturevalue("tiny_dir")(SCRIPTS[script].train)  # not in a thread
             folder = tmp_path_factory.mktemp(Path(script).stem)
 
             def train(script=script, folder=folder):
@@ -151,3 +148,16 @@ def test_a_mistake_is_one_line_without_the_launchers_trace(tmp_path):
     assert "warning" not in (done.stderr + done.stdout).lower()
     (line,) = [line for line in done.stderr.splitlines() if line]
     assert line.startswith("error: algorithm 'dpo' does not read train.clip_range (0.1; default")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once_and_last_by_several_processes(tmp_path):
+    done = run(
+        "single_node/grpo.sh", "--config.typo=1", "--dry_run", path=BIN, cwd=tmp_path,
+        NUM_PROCESSES="2", PYTHONPATH=str(ROOT), HF_HOME=str(tmp_path / "hf"),
+    )  # fmt: skip
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
+    assert [line for line in lines if line.startswith("error: ")] == [lines[0]]
+    assert lines[0].startswith("error: unknown key config.typo")
+    assert lines[-1].endswith(lines[0])

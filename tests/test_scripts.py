@@ -158,6 +158,7 @@ RANK = "error: the first argument must be this machine's rank, from 0 to 3, and 
         (("one",), {}, RANK + "one: bash "),
         (("-1",), {}, RANK + "-1: bash "),
         (("4",), {}, RANK + "4: bash "),
+        (("08",), {}, RANK + "08: bash "),
         (("99999999999999999999",), {}, RANK + "99999999999999999999: bash "),
         (("2",), {"NUM_MACHINES": "2"}, "rank, from 0 to 1, and is 2: bash "),
         (("0",), {}, "error: MASTER_ADDR is not set: give the address of machine 0 on every"),
