@@ -28,7 +28,12 @@ from flow_grpo.trackers import check_trackers
 logger = logging.getLogger(__name__)
 
 ALGORITHMS, REWARDS = "flow_grpo.algorithms", "flow_grpo.rewards"
-CONTROLS = ("none", "permute_rewards", "flip_advantages")
+CHOICES = {
+    "sample.sde_type": SDES,
+    "sample.ode_solver": SOLVERS,
+    "unreadable_images": UNREADABLE,
+    "control": ("none", "permute_rewards", "flip_advantages"),
+}
 AT_LEAST = {
     "num_epochs": 1,
     "eval_freq": 1,
@@ -148,15 +153,7 @@ def check_config(
         batch_size=config.sample.batch_size,
         world_size=world_size,
     )
-    if config.sample.sde_type not in SDES:
-        raise ValueError(registry.unknown("sample.sde_type", config.sample.sde_type, SDES))
-    if config.unreadable_images not in UNREADABLE:
-        raise ValueError(
-            registry.unknown("unreadable_images", config.unreadable_images, UNREADABLE)
-        )
-    if config.sample.ode_solver not in SOLVERS:
-        raise ValueError(registry.unknown("sample.ode_solver", config.sample.ode_solver, SOLVERS))
-    _check_numbers(config)
+    _check_values(config)
     _check_algorithm(config, {RENAMED.get(name, name) for name in given or ()})
     learning_rate(
         0,
@@ -173,8 +170,6 @@ def check_config(
             f"run_name ({config.run_name!r}) must name a folder below logdir ({config.logdir}), "
             "such as my_run; logdir may lie anywhere"
         )
-    if config.control not in CONTROLS:
-        raise ValueError(registry.unknown("control", config.control, CONTROLS))
     if not any(config.reward_fn.values()):
         raise ValueError("reward_fn gives no reward a weight other than 0: nothing to learn from")
     for name in reward_weights(config):
@@ -191,13 +186,16 @@ def check_config(
     return plan
 
 
-def _check_numbers(config) -> None:
-    """Raise ValueError for a number that is outside its range."""
+def _check_values(config) -> None:
+    """Raise ValueError for a name that is none of the choices and a number outside its range."""
 
     def value(dotted: str):
         *section, name = dotted.split(".")
         return (config[section[0]] if section else config)[name]
 
+    for dotted, choices in CHOICES.items():
+        if value(dotted) not in choices:
+            raise ValueError(registry.unknown(dotted, value(dotted), choices))
     for dotted, least in AT_LEAST.items():
         if not least <= value(dotted) < math.inf:
             raise ValueError(f"{dotted} ({value(dotted)}) must be finite and at least {least}")
