@@ -19,7 +19,8 @@ def evaluate(run, progress) -> tuple[dict[str, float], dict]:
         run: the trainer's `Run`.
         progress: called with the number of images done.
 
-    `kept` holds images, prompts and scores of this rank's first `eval.num_samples` prompts.
+    `kept` holds images, prompts, scores and reference images (None where nothing is edited) of this
+    rank's first `eval.num_samples` prompts.
     """
     settings, world_size = run.config.eval, run.accelerator.num_processes
     share = deal(len(run.eval_prompts), world_size, run.accelerator.process_index)
@@ -54,8 +55,13 @@ def evaluate(run, progress) -> tuple[dict[str, float], dict]:
         ]
         for name in values
     }
-    prompts = [run.eval_prompts[i].prompt for i in range(num_kept)]
-    return metrics, {"images": torch.cat(kept), "prompts": prompts, "scores": scores}
+    prompts = run.eval_prompts[:num_kept]
+    return metrics, {
+        "images": torch.cat(kept),
+        "prompts": [prompt.prompt for prompt in prompts],
+        "scores": scores,
+        "references": run.reference_images(prompts),
+    }
 
 
 def summarise(

@@ -289,9 +289,10 @@ def _scores(entry: dict) -> list[tuple[str, str]]:
 
 
 def _grid(run_dir: Path) -> dict:
-    """Return {epochs, rows: [{prompt, cells}], num_prompts}.
+    """Return {epochs, rows: [{prompt, references, cells}], num_prompts, edits}.
 
     A cell is {image: {src, crisp} or None, scores}, or None where an evaluation lacks the sample.
+    References are images, of runs that edit them (`edits`).
     """
     samples = read_samples(run_dir)
     epochs = _evenly(list(samples), MAX_COLUMNS)
@@ -302,8 +303,10 @@ def _grid(run_dir: Path) -> dict:
         entries = [by_file[epoch].get(file) for epoch in epochs]
         cells = [e and {"image": _image(e["path"]), "scores": _scores(e)} for e in entries]
         prompt = next((str(e.get("prompt", "")) for e in entries if e), "")
-        rows.append({"prompt": prompt, "cells": cells})
-    return {"epochs": epochs, "rows": rows, "num_prompts": len(files)}
+        paths = next((e["references"] for e in entries if e), [])
+        rows.append({"prompt": prompt, "references": list(map(_image, paths)), "cells": cells})
+    edits = any(row["references"] for row in rows)
+    return {"epochs": epochs, "rows": rows, "num_prompts": len(files), "edits": edits}
 
 
 def render_report(run_dir: str | os.PathLike) -> str:

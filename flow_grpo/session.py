@@ -28,11 +28,11 @@ from flow_grpo.trackers import check_trackers
 logger = logging.getLogger(__name__)
 
 ALGORITHMS, REWARDS = "flow_grpo.algorithms", "flow_grpo.rewards"
-ONE_OF = {
-    "control": ("none", "permute_rewards", "flip_advantages"),
+CHOICES = {
     "sample.sde_type": SDES,
     "sample.ode_solver": SOLVERS,
     "unreadable_images": UNREADABLE,
+    "control": ("none", "permute_rewards", "flip_advantages"),
 }
 AT_LEAST = {
     "num_epochs": 1,
@@ -153,10 +153,7 @@ def check_config(
         batch_size=config.sample.batch_size,
         world_size=world_size,
     )
-    for dotted, allowed in ONE_OF.items():
-        if _value(config, dotted) not in allowed:
-            raise ValueError(registry.unknown(dotted, _value(config, dotted), allowed))
-    _check_numbers(config)
+    _check_values(config)
     _check_algorithm(config, {RENAMED.get(name, name) for name in given or ()})
     learning_rate(
         0,
@@ -189,22 +186,22 @@ def check_config(
     return plan
 
 
-def _value(config, dotted: str):
-    """Return the field called "section.name" or "name"."""
-    *section, name = dotted.split(".")
-    return (config[section[0]] if section else config)[name]
+def _check_values(config) -> None:
+    """Raise ValueError for a name that is none of the choices and a number outside its range."""
 
+    def value(dotted: str):
+        *section, name = dotted.split(".")
+        return (config[section[0]] if section else config)[name]
 
-def _check_numbers(config) -> None:
-    """Raise ValueError for a number that is outside its range."""
+    for dotted, choices in CHOICES.items():
+        if value(dotted) not in choices:
+            raise ValueError(registry.unknown(dotted, value(dotted), choices))
     for dotted, least in AT_LEAST.items():
-        value = _value(config, dotted)
-        if not least <= value < math.inf:
-            raise ValueError(f"{dotted} ({value}) must be finite and at least {least}")
+        if not least <= value(dotted) < math.inf:
+            raise ValueError(f"{dotted} ({value(dotted)}) must be finite and at least {least}")
     for dotted in ABOVE_ZERO:
-        value = _value(config, dotted)
-        if not 0 < value < math.inf:
-            raise ValueError(f"{dotted} ({value}) must be finite and above 0")
+        if not 0 < value(dotted) < math.inf:
+            raise ValueError(f"{dotted} ({value(dotted)}) must be finite and above 0")
     if config.train.lora_path and not config.use_lora:
         raise ValueError("train.lora_path is given but use_lora is False; set one or the other")
 

@@ -116,8 +116,10 @@ def _show(run: Run, metrics: dict[str, float], kept: dict) -> None:
     log(run.trackers, line, run.state.update)
     samples.save_samples(run.folder.path, run.state.epoch, **kept)
     if len(kept["images"]):
-        captions = {"eval/images": kept["prompts"]}
-        log_images(run.trackers, {"eval/images": kept["images"]}, run.state.update, captions)
+        shown, captions = kept["images"], {"eval/images": kept["prompts"]}
+        if kept["references"] is not None:
+            shown = samples.beside(kept["references"], shown)
+        log_images(run.trackers, {"eval/images": shown}, run.state.update, captions)
     write_report(run.folder.path)
     scores = [f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith("eval/")]
     logger.info("epoch %d held-out: %s", run.state.epoch, ", ".join(scores))

@@ -255,14 +255,14 @@ def small(settings: ConfigDict) -> list[str]:
 
 @every_preset
 def test_every_preset_collects_rewards_and_updates_once(
-    file, name, train, tiny_dir, edit_set, tmp_path
+    file, name, train, tiny_dir, tiny_clip_dir, tmp_path, monkeypatch
 ):
+    monkeypatch.setenv("FLOW_GRPO_CLIP", tiny_clip_dir)
     settings = FILES[file].get_config(name)
     name_of = family_of(settings.pretrained.model)
     adapter = families.adapter(name_of)
-    edits = [f"--config.dataset={edit_set}"] * bool(adapter.max_images)
     outcome = train(
-        f"--config={ROOT / 'config' / file}.py:{name}", *small(settings), *edits,
+        f"--config={ROOT / 'config' / file}.py:{name}", *small(settings),
         f"--config.pretrained.model={tiny_dir(name_of)}",
         f"--config.logdir={tmp_path}", adapter=adapter,
     )  # fmt: skip

@@ -50,6 +50,12 @@ def test_a_run_lies_below_the_log_folder(tiny_arguments, train, name):
     assert "must name a folder below logdir" in outcome.error
 
 
+@pytest.mark.parametrize("name", ["pixel_similarity", "image_similarity"])
+def test_a_reward_of_edits_is_refused_where_nothing_is_edited(tiny_arguments, train, name):
+    outcome = train(*tiny_arguments, f"--config.reward_fn=jpeg_compressibility:1,{name}:0")
+    assert f"reward {name} compares an image with the one that was edited, but SD3" in outcome.error
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
