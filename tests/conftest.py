@@ -173,6 +173,16 @@ def train(capfd, monkeypatch):
 
 
 @pytest.fixture
+def fresh_accelerator():
+    """Let a test choose its precision: accelerate keeps the first one of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
 def make_run():
     """Return a function that builds the `session.Run` of a configuration on the CPU."""
     from accelerate import Accelerator

@@ -29,6 +29,7 @@ class Family(NamedTuple):
     one_by_one: bool = False  # the unpatched pipeline takes one prompt a call
     guidance_scale: float = 4.0
     sizes: tuple[tuple[int, int], ...] = ((32, 32), (16, 40))  # height and width: square, wide
+    absent_targets: frozenset[str] = frozenset()  # of other members of the family
     # Least root mean square, over every sample, by which another input changes the velocity. All
     # were measured to be 2.4e-2 at least, and a reference image's 5.4e-3; equality is 1e-5.
     effects: Mapping = MappingProxyType({"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2})
@@ -86,6 +87,8 @@ FAMILIES = {
         "train_wan2_1",
         num_frames=5,
         sizes=((32, 32), (16, 48)),  # the pipeline asks for multiples of 16
+        # Of Wan's image-to-video.
+        absent_targets=frozenset(("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")),
         batch_effect=5.4e-6,
     ),
     "zimage": Family(
@@ -97,6 +100,10 @@ FAMILIES = {
         ("black-forest-labs/FLUX.2-klein-base-4B",),
         "train_flux2_klein",
         returned="tiny_flux2:returned",
+        # Of larger members, which have more blocks.
+        absent_targets=frozenset(
+            f"single_transformer_blocks.{i}.attn.to_out" for i in range(2, 48)
+        ),
     ),
 }
 
@@ -112,14 +119,25 @@ def family_of(model: str) -> str:
     return name
 
 
+def values(name: str, folder: str) -> dict:
+    """Return {key: value} of the settings that a family's adapter loads `folder` by, in fp32."""
+    family = FAMILIES[name]
+    return {
+        "pretrained.model": folder,
+        "mixed_precision": "no",
+        "resolution": family.sizes[0][0],
+        "width": 0,
+        "num_frames": family.num_frames,
+        "sample.max_sequence_length": family.length,
+        "sample.guidance_scale": family.guidance_scale,
+        "eval.guidance_scale": family.guidance_scale,
+    }
+
+
 def settings(name: str, folder: str, **changes):
-    """Return the settings that a family's adapter loads `folder` by, in fp32."""
-    config, family = locked_config(), FAMILIES[name]
-    config.pretrained.model, config.mixed_precision = folder, "no"
-    config.resolution, config.num_frames = family.sizes[0][0], family.num_frames
-    config.sample.max_sequence_length = family.length
-    config.sample.guidance_scale = config.eval.guidance_scale = family.guidance_scale
-    config.update_from_flattened_dict(changes)
+    """Return a configuration of these `values`, but for `changes`."""
+    config = locked_config()
+    config.update_from_flattened_dict({**values(name, folder), **changes})
     return config
 
 

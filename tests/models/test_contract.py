@@ -8,7 +8,6 @@ import pytest
 import tiny_flux
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from families import FAMILIES
 
 from flow_grpo import registry, sde, seeds
@@ -204,10 +203,89 @@ def test_a_velocity_hardly_depends_on_its_batch(name, precision, models):
     assert (_rms(whole[:2] - whole[2:4]) > 1e-2).all(), "the noise and the sigma must matter"
 
 
+@every_family
+def test_sigmas_are_the_pipelines_and_its_scheduler_is_left_alone(subject):
+    scheduler = subject.model.pipeline.scheduler
+    subject.model.stock(
+        PROMPTS[:1], subject.noise(1), subject.references(1),
+        size=subject.size, num_steps=5, guidance_scale=1.0,
+    )  # fmt: skip
+    used = scheduler.sigmas.clone()
+    other = subject.model.sigmas(4, subject.size)
+    assert torch.equal(scheduler.sigmas, used)
+    sigmas = subject.model.sigmas(5, subject.size)
+    assert torch.equal(sigmas, used.float())
+    assert sigmas.dtype == torch.float32
+    for each, num in ((sigmas, 5), (other, 4)):
+        assert each.shape == (num + 1,)
+        assert (each[0], each[-1]) == (1, 0)
+        assert (each.diff() < 0).all()
+
+
+@every_family
+def test_latents_of_images_decode_to_what_the_autoencoder_makes_of_them(subject):
+    vae, (height, width) = subject.model.pipeline.vae, FAMILIES[subject.name].sizes[1]
+    frames, clips = FAMILIES[subject.name].num_frames, vae.encoder.conv_in.weight.ndim == 5
+    images = torch.rand(2, frames, 3, height, width, generator=seeds.generator(0, 0))
+    is_video = subject.model.task == "text-to-video"
+    with torch.no_grad():
+        x = subject.model.encode_images(images if is_video else images[:, 0])
+        back = subject.model.decode(x)
+        pixels = (2 * images - 1).transpose(1, 2)  # (b, 3, f, h, w)
+        z = vae.encode(pixels if clips else pixels[:, :, 0]).latent_dist.mode()
+        wanted = (vae.decode(z).sample / 2 + 0.5).clamp(0, 1)
+    wanted = wanted.transpose(1, 2) if is_video else wanted.reshape(back.shape)
+    torch.testing.assert_close(back, wanted, **SAME)
+    assert x.shape == (2, *subject.model.latent_shape((height, width)))
+    assert x.dtype == back.dtype == torch.float32
+    assert (_rms(back[1:] - back[:1]) > 5e-4).all(), "two images must differ"
+
+
+@every_family
+def test_prompts_are_encoded_the_same_after_the_encoders_left_the_device(subject):
+    before = subject.cond()
+    subject.model.offload_text_encoders()
+    after, other = subject.cond(), subject.cond(PROMPTS[::-1])
+    assert all(torch.equal(after[key], before[key]) for key in before.tensors)
+    assert not all(torch.equal(other[key], before[key]) for key in before.tensors)
+    parts = [getattr(subject.model.pipeline, part) for part in subject.model.text_encoders]
+    assert {p.device.type for part in parts if part for p in part.parameters()} == {"cpu"}
+
+
+@every_family
+@pytest.mark.parametrize("use_lora", [True, False], ids=["adapter", "full"])
+def test_frozen_parts_are_in_half_precision_and_the_autoencoder_is_not(name, use_lora, tiny_dir):
+    config = families.settings(name, tiny_dir(name), mixed_precision="bf16", use_lora=use_lora)
+    model = families.adapter(name).load(config, torch.device("cpu"))
+    assert model.dtype == (torch.bfloat16 if use_lora else torch.float32)
+    assert model.pipeline.vae.dtype == torch.float32
+    encoders = [getattr(model.pipeline, part) for part in model.text_encoders]
+    assert {part.dtype for part in encoders} == {torch.bfloat16}
+    for part in (model.transformer, model.pipeline.vae, *encoders):
+        assert not part.training
+        assert not any(p.requires_grad for p in part.parameters())
+    subject = Loaded(name, model, FAMILIES[name].sizes[0])
+    velocity = subject.velocity(subject.noise(), torch.full((2,), 0.5), subject.cond())
+    assert velocity.dtype == torch.float32
+    assert velocity.isfinite().all()
+
+
+@every_family
+def test_every_lora_target_names_modules_of_the_transformer(subject):
+    modules = [key for key, _ in subject.model.transformer.named_modules()]
+    absent = {
+        target
+        for target in subject.model.lora_targets
+        if not any(key == target or key.endswith(f".{target}") for key in modules)
+    }
+    assert absent == subject.family.absent_targets
+    blocks = {type(m).__name__ for m in subject.model.transformer.modules()}
+    assert set(subject.model.block_class.split(",")) <= blocks
+
+
 @pytest.fixture
-def build(name, tiny_dir):
+def build(name, tiny_dir, fresh_accelerator):
     """Return a function that builds a policy as a run does, its adapter moved off 0."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the first precision
 
     def policy(**changes) -> Policy:
         config = families.settings(name, tiny_dir(name), **changes)
@@ -220,8 +298,18 @@ def build(name, tiny_dir):
                 parameter.add_(0.05 * noise)
         return built
 
-    yield policy
-    AcceleratorState._reset_state(reset_partial_state=True)
+    return policy
+
+
+@every_family
+def test_the_reference_is_the_base_model_to_the_bit(name, build, models):
+    policy, subject = build(), Loaded(name, models(name), FAMILIES[name].sizes[0])
+    x, sigma, cond = subject.noise(), torch.tensor([0.9, 0.4]), subject.cond()
+    wanted = subject.velocity(x, sigma, cond)
+    with torch.no_grad():
+        found = policy.velocity(x, sigma, cond, subject.scale, weights="reference")
+        assert torch.equal(found, wanted)
+        assert (_rms(policy.velocity(x, sigma, cond, subject.scale) - wanted) > 1e-3).all()
 
 
 @every_family
