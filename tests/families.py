@@ -89,7 +89,11 @@ FAMILIES = {
         batch_effect=5.4e-6,
     ),
     "zimage": Family(
-        "tiny_zimage:zimage", "tiny_zimage:own_arguments", ("Tongyi-MAI/Z-Image",), "train_zimage"
+        "tiny_zimage:zimage",
+        "tiny_zimage:own_arguments",
+        ("Tongyi-MAI/Z-Image",),
+        "train_zimage",
+        batch_effect=4.3e-6,
     ),
     "flux2_klein": Family(
         "tiny_flux2:flux2_klein",
@@ -97,6 +101,7 @@ FAMILIES = {
         ("black-forest-labs/FLUX.2-klein-base-4B",),
         "train_flux2_klein",
         returned="tiny_flux2:returned",
+        batch_effect=4.4e-6,
     ),
 }
 
