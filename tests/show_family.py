@@ -33,7 +33,10 @@ def show(name: str, folder: str) -> str:
         )
     lora.add(model.transformer, targets=model.lora_targets, rank=1, alpha=1)
     keys = [key for key in lora.state(model.transformer) if "lora_A" in key]
-    modules = Counter(re.sub(r"\.\d+\.(.*)\.lora_A.*", r".*.\1", key) for key in keys)
+    parts = [re.fullmatch(r"(\w+)\.\d+\.(.*)\.lora_A\.weight", key).groups() for key in keys]
+    adapted = {}
+    for (block, module), count in Counter(parts).items():
+        adapted.setdefault(f"adapter in {count} {block}", []).append(module)
     told = model.negative is None
     lines = [
         ("pipeline", f"{model.pipeline_class} in {folder}"),
@@ -43,9 +46,10 @@ def show(name: str, folder: str) -> str:
         ("guidance", "a number it is told" if told else f"two branches, {model.guide.__name__}"),
         ("fp16", f"no: {model.no_fp16}" if model.no_fp16 else "yes"),
         *((key, f"{tuple(t.shape)} {t.dtype}") for key, t in cond.tensors.items()),
-        *((f"adapter, {count} times", module) for module, count in modules.items()),
+        *((blocks, ", ".join(modules)) for blocks, modules in adapted.items()),
     ]
-    return "".join(f"{key:<22}  {value}\n" for key, value in lines)
+    width = max(len(key) for key, _ in lines)
+    return "".join(f"{key:<{width}}  {value}\n" for key, value in lines)
 
 
 if __name__ == "__main__":
