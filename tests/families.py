@@ -92,7 +92,11 @@ FAMILIES = {
         batch_effect=5.4e-6,
     ),
     "zimage": Family(
-        "tiny_zimage:zimage", "tiny_zimage:own_arguments", ("Tongyi-MAI/Z-Image",), "train_zimage"
+        "tiny_zimage:zimage",
+        "tiny_zimage:own_arguments",
+        ("Tongyi-MAI/Z-Image",),
+        "train_zimage",
+        batch_effect=4.3e-6,
     ),
     "flux2_klein": Family(
         "tiny_flux2:flux2_klein",
@@ -104,6 +108,7 @@ FAMILIES = {
         absent_targets=frozenset(
             f"single_transformer_blocks.{i}.attn.to_out" for i in range(2, 48)
         ),
+        batch_effect=4.4e-6,
     ),
 }
 

@@ -27,7 +27,7 @@ class ZImage(FlowModel):
     pipeline_class = "ZImagePipeline"
     family = "z-image"
     block_class = "ZImageTransformerBlock"
-    no_fp16 = "Z-Image was published in bf16, and nobody has shown that it fits into fp16's range"
+    no_fp16 = "Z-Image was published in bf16, and no run in fp16 is known to us"
     lora_targets = (
         "attention.to_k",
         "attention.to_out.0",
