@@ -330,12 +330,12 @@ def measure(run: session.Run, meter: Meter, *, repeat: int, short: int) -> None:
     part = first_steps(collected, short)
     plan, checkpointing = run.plan, bool(run.model.transformer.is_gradient_checkpointing)
     run.plan = plan._replace(batch_size=1)
-    train(run, meter, "one sample a forward", part, scores)
+    train(run, meter, "one sample a forward", part, scores, repeat)
     run.plan = plan
     run.model.offload_text_encoders()
-    train(run, meter, "text encoders offloaded", part, scores)
+    train(run, meter, "text encoders offloaded", part, scores, repeat)
     set_checkpointing(run, not checkpointing)
-    train(run, meter, "and the other checkpointing", part, scores)
+    train(run, meter, "and the other checkpointing", part, scores, repeat)
 
 
 def main() -> None:
@@ -344,8 +344,10 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, required=True, help="that the preset is run on")
     parser.add_argument("--repeat", type=int, default=2, help="passes of rollout and update")
     parser.add_argument("--short", type=int, default=2, help="trained steps of the variants")
+    parser.add_argument("--no_cudnn_attention", action="store_true", help="leave it to the others")
     parser.add_argument("--tiny", action="store_true", help="a tiny pipeline: to try the script")
     given, rest = parser.parse_known_args()
+    torch.backends.cuda.enable_cudnn_sdp(not given.no_cudnn_attention)
     quiet_libraries()
     config = parse(["full_size.py", *rest])
     one_batch(config, given.gpus)
@@ -360,6 +362,8 @@ def main() -> None:
         "machine",
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if meter.on_gpu else "cpu",
+        cudnn=torch.backends.cudnn.version(),
+        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),
         seconds_to_draw_weights=time.perf_counter() - started,
     )
     with tempfile.TemporaryDirectory() as folder, meter_errors(meter):
