@@ -39,9 +39,11 @@ def add(transformer: nn.Module, *, targets: tuple[str, ...], rank: int, alpha: f
 
 def state(transformer: nn.Module) -> dict[str, Tensor]:
     """Return {module.lora_A.weight: tensor} of the adapter, without adapter name or prefix."""
-    from peft.utils import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    return {
+        name.replace(f".{ADAPTER}.weight", ".weight"): parameter
+        for name, parameter in transformer.named_parameters()
+        if ".lora_" in name
+    }
 
 
 def load(transformer: nn.Module, path: str) -> int:
@@ -137,13 +139,13 @@ def attach(pipeline, path: str) -> int:
     return len(modules)
 
 
-def export_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """Return the adapter's weights on the CPU with alpha / rank folded into B."""
+def folded(transformer: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors`, as `state` names them, with alpha / rank folded into B."""
     config = transformer.peft_config[ADAPTER]
     scale = config.lora_alpha / config.r
     return {
-        key: (tensor * scale if key.endswith("lora_B.weight") else tensor).detach().cpu().clone()
-        for key, tensor in state(transformer).items()
+        key: tensor * scale if key.endswith("lora_B.weight") else tensor
+        for key, tensor in tensors.items()
     }
 
 
