@@ -7,8 +7,10 @@ autocast over weights as they were loaded, so a LoRA in float32 stays in float32
 """
 
 import functools
+import logging
 import math
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -37,6 +39,8 @@ def accelerator_of_launch(mixed_precision: str) -> Accelerator:
     Without a device the processes talk through gloo, whatever the launcher takes for granted.
     """
     has_device = torch.accelerator.is_available()
+    if _asked("DEEPSPEED"):
+        _quiet_deepspeed(has_device)
     through = {} if has_device or not _asked("DEEPSPEED") else {"backend": "gloo"}
     # One rank downloads, saves or waits for a slow reward while the others wait for it.
     group = InitProcessGroupKwargs(timeout=timedelta(hours=2), **through)
@@ -46,32 +50,29 @@ def accelerator_of_launch(mixed_precision: str) -> Accelerator:
         kwargs_handlers=[group],
     )
     accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
+    if _asked("DEEPSPEED"):
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # or ZeRO 3 would divide every text encoder as it is loaded
     return accelerator
 
 
-def check(accelerator: Accelerator, config, alternatives: frozenset[str]) -> None:
-    """Raise ValueError for what the launched back-end cannot do; it costs nothing.
+def _quiet_deepspeed(has_device: bool) -> None:
+    """Keep off the screen what DeepSpeed says about the device and torch about DeepSpeed."""
+    if not has_device:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated"
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
 
-    Args:
-        accelerator: of the run.
-        config: of the run.
-        alternatives: the other weights that the algorithm names: "reference", "old".
-    """
+
+def check(accelerator: Accelerator, mixed_precision: str) -> None:
+    """Raise ValueError for what the launched back-end cannot do; it costs nothing."""
     backend = _class(accelerator)
-    if issubclass(backend, Zero) and config.mixed_precision == "fp16":
+    if issubclass(backend, Zero) and mixed_precision == "fp16":
         raise ValueError(
             "mixed_precision (fp16) needs a gradient scaler, which DeepSpeed keeps to itself; set "
             "mixed_precision to bf16 or no, or launch with multi_gpu.yaml or fsdp.yaml"
-        )
-    swapped = {"ema"} if config.train.ema else set()
-    swapped |= alternatives - ({"reference"} if config.use_lora else set())
-    if issubclass(backend, Zero3) and swapped:
-        ways = {"ema": "train.ema=False", "reference": "use_lora=True"}
-        hints = [ways[name] for name in sorted(swapped) if name in ways]
-        raise ValueError(
-            f"DeepSpeed ZeRO 3 cannot put other weights ({', '.join(sorted(swapped))}) in place of "
-            f"the trained ones; {'set ' + ', '.join(hints) + ', or ' if hints else ''}launch with "
-            "deepspeed_zero2.yaml or fsdp.yaml"
         )
     if issubclass(backend, Fsdp2) and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(
@@ -368,9 +369,9 @@ class Zero3(Zero):
         if not hasattr(parameter, "ds_id"):  # a buffer
             return parameter.detach()
         own = parameter.ds_tensor if local is None else local
-        parts = own.new_empty(self.accelerator.num_processes * own.numel())
-        torch.distributed.all_gather_into_tensor(parts, own.flatten())
-        return parts[: parameter.ds_numel].view(parameter.ds_shape)
+        parts = [torch.empty_like(own) for _ in range(self.accelerator.num_processes)]
+        torch.distributed.all_gather(parts, own.contiguous())
+        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         own = parameter.ds_tensor
@@ -380,8 +381,7 @@ class Zero3(Zero):
         return part
 
     def before_swap(self) -> None:
-        for parameter in self.parameters:  # small ones stay whole between the steps
-            parameter.partition()
+        self._engine.empty_partition_cache()  # what is still whole would hide what is written
 
     def _load_moment(self, parameter: nn.Parameter, name: str, whole: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state

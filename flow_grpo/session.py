@@ -329,7 +329,7 @@ def _scorable(prompts: list[Prompt], config, split: str) -> list[Prompt]:
 def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder) -> Run:
     """Load the data, the rewards and the model."""
     algorithm = registry.load(ALGORITHMS, config.algorithm)(config)
-    backends.check(accelerator, config, algorithm.weights)
+    backends.check(accelerator, config.mixed_precision)
     prompts, eval_prompts = (
         usable_prompts(adapter, config, split, accelerator) for split in ("train", "test")
     )
