@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from flow_grpo.models.loading import half_precision_dtype
+from flow_grpo.processes import without_gpu
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Moments = dict[str, Tensor]  # {"<index of the parameter>.<name of the optimizer's>": whole tensor}
@@ -38,19 +39,19 @@ def accelerator_of_launch(mixed_precision: str) -> Accelerator:
 
     Without a device the processes talk through gloo, whatever the launcher takes for granted.
     """
-    has_device = torch.accelerator.is_available()
-    if _asked("DEEPSPEED"):
+    deepspeed, has_device = _asked("DEEPSPEED"), torch.accelerator.is_available()
+    if deepspeed:
         _quiet_deepspeed(has_device)
-    through = {} if has_device or not _asked("DEEPSPEED") else {"backend": "gloo"}
+    through = {"backend": "gloo"} if deepspeed and not has_device else {}
     # One rank downloads, saves or waits for a slow reward while the others wait for it.
     group = InitProcessGroupKwargs(timeout=timedelta(hours=2), **through)
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
-        cpu=not has_device and not _asked("DEEPSPEED"),
+        cpu=without_gpu(),
         kwargs_handlers=[group],
     )
     accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
-    if _asked("DEEPSPEED"):
+    if deepspeed:
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()  # or ZeRO 3 would divide every text encoder as it is loaded

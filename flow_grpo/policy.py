@@ -210,15 +210,14 @@ class Policy:
         """Return what a checkpoint publishes, whole, on the CPU; all ranks must call it.
 
         It is the adapter with alpha folded in, or the transformer, with average weights if there
-        are some. On other processes than the main one the result is empty.
+        are some. What other processes than the main one get is of no use.
         """
         transformer = self.model.transformer
         with self.weights("ema" if self.ema else "current"):
-            named = (
-                lora.state(transformer) if self.use_lora else transformer.state_dict(keep_vars=True)
-            )
-            tensors = self._gathered({name: (p, None) for name, p in named.items()})
-        return lora.folded(transformer, tensors) if self.use_lora else tensors
+            if self.use_lora:
+                return lora.export_state(transformer, self._backend.whole)
+            named = transformer.state_dict(keep_vars=True)
+            return self._gathered({name: (p, None) for name, p in named.items()})
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return all that a run resumes from, whole, on the CPU; all ranks must call it.
