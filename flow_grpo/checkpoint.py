@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -135,77 +135,55 @@ def set_aside(folder: Path, epoch: int) -> None:
             logger.warning("%s is later than what is resumed; kept as %s", path, aside.name)
 
 
-def save_state(
-    folder: Path,
-    *,
-    names: list[str],
-    parameters: list[Tensor],
-    alternatives: dict[str, list[Tensor]],
-    optimizer: torch.optim.Optimizer,
-    scaler: dict | None,
-) -> None:
-    """Write the trained tensors, the optimizer and the scaler below `folder`.
-
-    `alternatives` are named lists of tensors like the trained ones: their average, old weights.
-    """
+def save_state(folder: Path, tensors: dict[str, dict[str, Tensor]], scaler: dict | None) -> None:
+    """Write `<kind>.safetensors` of every kind of tensors, such as "ema", and the scaler."""
     folder.mkdir()
-    for name, tensors in {"parameters": parameters, **alternatives}.items():
-        _save_tensors(folder / f"{name}.safetensors", dict(zip(names, tensors, strict=True)))
-    moments = {
-        f"{index}.{key}": value
-        for index, entry in optimizer.state_dict()["state"].items()
-        for key, value in entry.items()
-    }
-    _save_tensors(folder / "optimizer.safetensors", moments)
+    for kind, named in tensors.items():
+        save_file(
+            {name: tensor.contiguous() for name, tensor in named.items()}, _file(folder, kind)
+        )
     (folder / "scaler.json").write_text(json.dumps(scaler))
 
 
-@torch.no_grad()
 def load_state(
-    folder: Path,
-    *,
-    names: list[str],
-    parameters: list[Tensor],
-    alternatives: dict[str, list[Tensor]],
-    optimizer: torch.optim.Optimizer,
-) -> dict | None:
-    """Copy a saved state into place; return the scaler's state.
+    folder: Path, shapes: dict[str, torch.Size], kinds: Collection[str]
+) -> tuple[dict[str, dict[str, Tensor]], dict | None]:
+    """Return the tensors of every kind, the "optimizer" besides, and the scaler's state.
+
+    Args:
+        folder: that `save_state` wrote.
+        shapes: of the trained parameters, by name.
+        kinds: those that hold one tensor for every trained parameter.
 
     Raises:
-        ValueError: the file was made by a run that trains other parameters.
+        ValueError: the files were made by a run that trains other parameters.
     """
-    for name, tensors in {"parameters": parameters, **alternatives}.items():
-        _fill(folder / f"{name}.safetensors", names, tensors)
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in load_file(folder / "optimizer.safetensors").items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    return json.loads((folder / "scaler.json").read_text())
+    tensors = {kind: _checked(_file(folder, kind), shapes) for kind in kinds}
+    tensors["optimizer"] = load_file(_file(folder, "optimizer"))
+    return tensors, json.loads((folder / "scaler.json").read_text())
 
 
-def _fill(file: Path, names: list[str], tensors: list[Tensor]) -> None:
+def _file(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}.safetensors"
+
+
+def _checked(file: Path, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     if not file.is_file():
         raise ValueError(
             f"{file} is missing: the checkpoint was made with another algorithm or without an "
             "average, or (on several nodes) lies on a disk that not all of them share"
         )
     loaded = load_file(file)
-    if set(loaded) != set(names):
-        odd = sorted(set(loaded) ^ set(names))
+    if set(loaded) != set(shapes):
+        odd = sorted(set(loaded) ^ set(shapes))
         raise ValueError(f"{file} holds other parameters than this run trains, such as {odd[0]}")
-    for name, tensor in zip(names, tensors, strict=True):
-        if loaded[name].shape != tensor.shape:
+    for name, shape in shapes.items():
+        if loaded[name].shape != shape:
             raise ValueError(
                 f"{file}: {name} has shape {tuple(loaded[name].shape)}, but this run trains "
-                f"{tuple(tensor.shape)}; resume with the settings that made it (train.lora_rank)"
+                f"{tuple(shape)}; resume with the settings that made it (train.lora_rank)"
             )
-        tensor.copy_(loaded[name])
-
-
-def _save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
+    return loaded
 
 
 def _digest(path: Path) -> list:

@@ -8,7 +8,6 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 from absl import flags
@@ -151,9 +150,8 @@ def _run(adapter, argv: Sequence[str]) -> int:
     adapter.check_config(config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
-    from accelerate import Accelerator, InitProcessGroupKwargs
-
-    from flow_grpo import session
+    from flow_grpo import backends, session
+    from flow_grpo.processes import check_processes
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -164,14 +162,8 @@ def _run(adapter, argv: Sequence[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             sys.stdout.write(_plan(config, plan))
         return 0
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        cpu=without_gpu(),
-        # One rank downloads, saves or waits for a slow reward while the others wait for it.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-    )
+    accelerator = backends.accelerator_of_launch(config.mixed_precision)
     check_processes(accelerator.num_processes)
-    accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
     return _train(adapter, config, accelerator, given)
 
 
@@ -219,8 +211,8 @@ def _build_and_train(adapter, config, accelerator, plan, folder) -> None:
     logger.info(
         "%s: %.2f M of %.2f M parameters train%s; %d train and %d held-out prompts",
         type(run.model).__name__,
-        sum(p.numel() for p in policy.parameters) / 1e6,
-        sum(p.numel() for p in run.model.transformer.parameters()) / 1e6,
+        policy.num_trained / 1e6,
+        policy.num_parameters / 1e6,
         f" ({len(policy.frozen)} without a gradient are frozen)" if policy.frozen else "",
         len(run.prompts),
         len(run.eval_prompts),

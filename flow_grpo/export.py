@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
-from flow_grpo import lora
+from huggingface_hub import ModelCardData, save_torch_state_dict
+from torch import Tensor
+
 from flow_grpo.run_folder import commit
 from flow_grpo.settings import image_size
 
+FULL_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # the name that diffusers reads
 CARD = """\
 Trained with flow_grpo by online reinforcement learning ({algorithm}), {epoch} epochs,
 {update} optimizer steps, from `{base}`.
@@ -29,24 +32,20 @@ Source commit: {commit}.
 """
 
 
-def write_weights(run, path: Path) -> None:
-    """Write `lora/` (or `transformer/`) below `path`: the average weights if there are any."""
-    with run.policy.weights("ema" if run.policy.ema else "current"):
-        if run.config.use_lora:
-            folder = path / "lora"
-            run.model.pipeline.save_lora_weights(
-                str(folder), transformer_lora_layers=lora.export_state(run.model.transformer)
-            )
-        else:
-            folder = path / "transformer"
-            run.model.transformer.save_pretrained(str(folder))
+def write_weights(run, weights: dict[str, Tensor], path: Path) -> None:
+    """Write `lora/` (or `transformer/`) below `path` of what `Policy.exported` returned."""
+    if run.config.use_lora:
+        folder = path / "lora"
+        run.model.pipeline.save_lora_weights(str(folder), transformer_lora_layers=weights)
+    else:
+        folder = path / "transformer"
+        run.model.transformer.save_config(str(folder))
+        save_torch_state_dict(weights, str(folder), filename_pattern=FULL_PATTERN)
     (folder / "README.md").write_text(_card(run))
 
 
 def _card(run) -> str:
     """Return a model card with the metadata that model hubs read."""
-    from huggingface_hub import ModelCardData
-
     config = run.config
     data = ModelCardData(
         base_model=config.pretrained.model,

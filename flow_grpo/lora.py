@@ -8,6 +8,7 @@ from adapter_config.json).
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -38,10 +39,12 @@ def add(transformer: nn.Module, *, targets: tuple[str, ...], rank: int, alpha: f
 
 
 def state(transformer: nn.Module) -> dict[str, Tensor]:
-    """Return {module.lora_A.weight: tensor} of the adapter, without adapter name or prefix."""
-    from peft.utils import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    """Return {module.lora_A.weight: parameter} of the adapter, without its name or a prefix."""
+    return {
+        name.replace(f".{ADAPTER}.weight", ".weight"): parameter
+        for name, parameter in transformer.named_parameters()
+        if ".lora_" in name
+    }
 
 
 def load(transformer: nn.Module, path: str) -> int:
@@ -137,13 +140,19 @@ def attach(pipeline, path: str) -> int:
     return len(modules)
 
 
-def export_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """Return the adapter's weights on the CPU with alpha / rank folded into B."""
+def export_state(
+    transformer: nn.Module, whole: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[str, Tensor]:
+    """Return the adapter's weights on the CPU with alpha / rank folded into B.
+
+    `whole(parameter)` puts a parameter together of which every process has a part.
+    """
     config = transformer.peft_config[ADAPTER]
     scale = config.lora_alpha / config.r
+    wholes = {key: whole(parameter) for key, parameter in state(transformer).items()}
     return {
         key: (tensor * scale if key.endswith("lora_B.weight") else tensor).detach().cpu().clone()
-        for key, tensor in state(transformer).items()
+        for key, tensor in wholes.items()
     }
 
 

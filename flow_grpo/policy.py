@@ -1,30 +1,24 @@
 """Own the trained weights: adapter or full, wrapped for the launcher, with their alternatives.
 
-What differs between DDP and one process, LoRA and full training, current, average and reference
-weights ends in this file.
+What differs between LoRA and full training, current, average, old and reference weights ends in
+this file; what differs between one process, DDP, FSDP and ZeRO in `backends.py`, which only this
+file uses.
 """
 
 import math
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from flow_grpo import lora, seeds
+from flow_grpo import backends, lora, seeds
+from flow_grpo.backends import StepResult
 from flow_grpo.ema import Ema
 from flow_grpo.models.base import Cond, FlowModel
 from flow_grpo.settings import image_size
 
 WEIGHTS = ("current", "reference", "old", "ema")
 MAX_SKIPPED_STEPS = 5  # in a row, by the gradient scaler
-
-
-class StepResult(NamedTuple):
-    """Say what an optimizer step did."""
-
-    grad_norm: float
-    skipped: bool
 
 
 class Policy:
@@ -53,26 +47,42 @@ class Policy:
         if config.train.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
         self.frozen = self._freeze_unused(image_size(config))
-        named = [(name, p) for name, p in transformer.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=config.train.learning_rate,
-            betas=(config.train.adam_beta1, config.train.adam_beta2),
-            weight_decay=config.train.adam_weight_decay,
-            eps=config.train.adam_epsilon,
-        )
-        self.module, self.optimizer = accelerator.prepare(transformer, optimizer)
+        self.names = [name for name, p in transformer.named_parameters() if p.requires_grad]
+        self.num_parameters = sum(p.numel() for p in transformer.parameters())
+        self._shapes = [p.shape for p in backends.trained(transformer)]
+        self.num_trained = sum(shape.numel() for shape in self._shapes)
+        self._backend = backends.wrap(accelerator, model, config, self._make_optimizer)
+        self.module, self.optimizer = self._backend.module, self._backend.optimizer
         self.module.eval()  # the published models have no dropout; replay must match rollout
-        self.ema = Ema(self.parameters, config.train.ema_decay) if config.train.ema else None
+        self.parameters = self._backend.parameters
+        self.ema = Ema(self.tensors, config.train.ema_decay) if config.train.ema else None
         self._start = self._copy() if "reference" in keeps and not self.use_lora else None
         self.old = self._copy() if "old" in keeps else None
         self._aside: dict[str, list[Tensor]] = {}  # current weights while others are in place
         self._skipped_in_a_row = 0
 
+    def _make_optimizer(self, parameters) -> torch.optim.Optimizer:
+        train = self._train
+        return torch.optim.AdamW(
+            parameters,
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            weight_decay=train.adam_weight_decay,
+            eps=train.adam_epsilon,
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return this rank's part of every trained parameter, sharing its storage."""
+        return [self._backend.local(p) for p in self.parameters]
+
     def _copy(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.parameters]
+        return [tensor.clone() for tensor in self.tensors]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the whole shape of every trained parameter, by name."""
+        return dict(zip(self.names, self._shapes, strict=True))
 
     @property
     def alternatives(self) -> dict[str, list[Tensor]]:
@@ -130,7 +140,7 @@ class Policy:
             raise ValueError(f"there are no {name!r} weights: {hint}")
         if name not in self._aside:
             self._aside[name] = self._copy()
-        torch._foreach_copy_(self._aside[name], [p.detach() for p in self.parameters])
+        torch._foreach_copy_(self._aside[name], self.tensors)
         self.assign(tensors)
         try:
             yield
@@ -152,18 +162,23 @@ class Policy:
 
     @torch.no_grad()
     def assign(self, tensors: list[Tensor]) -> None:
-        """Copy `tensors` into the trained parameters, in place."""
-        torch._foreach_copy_(self.parameters, tensors)
+        """Copy `tensors`, shaped as this rank's parts, into the trained parameters, in place."""
+        self._backend.before_swap()
+        torch._foreach_copy_(self.tensors, tensors)
 
     @torch.no_grad()
     def renew_old(self, decay: float) -> None:
         """Make the old weights decay * old + (1 - decay) * current, if there are some."""
         if self.old is not None and decay < 1:
-            torch._foreach_lerp_(self.old, [p.detach() for p in self.parameters], 1 - decay)
+            torch._foreach_lerp_(self.old, self.tensors, 1 - decay)
 
     def accumulate(self, *, sync: bool):
         """Return the context of a forward and backward; only the last of an update syncs."""
-        return nullcontext() if sync else self.accelerator.no_sync(self.module)
+        return self._backend.accumulate(sync=sync)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss's gradient, inside `accumulate`; ranks' gradients are averaged."""
+        self._backend.backward(loss)
 
     def step(self, update: int, learning_rate: float) -> StepResult:
         """Clip, step, average. `update` counts the optimizer steps so far.
@@ -173,26 +188,79 @@ class Policy:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self.accelerator.clip_grad_norm_(self.parameters, self._train.max_grad_norm)
-        norm = float(norm)
-        if self.accelerator.scaler is None and not math.isfinite(norm):
+        result = self._backend.step()
+        if self.accelerator.scaler is None and not math.isfinite(result.grad_norm):
             raise FloatingPointError(
-                f"gradient norm is {norm} at update {update}; weights are unchanged. Look at "
-                "train/ratio_mean and the rewards of this epoch; try a lower learning_rate, bf16 "
-                "in place of fp16, or a window without the last, low-noise steps"
+                f"gradient norm is {result.grad_norm} at update {update}; weights are unchanged. "
+                "Look at train/ratio_mean and the rewards of this epoch; try a lower "
+                "learning_rate, bf16 in place of fp16, or a window without the last, low-noise "
+                "steps"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        skipped = self.accelerator.optimizer_step_was_skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise FloatingPointError(
                 f"{MAX_SKIPPED_STEPS} optimizer steps in a row had gradients beyond fp16's range "
                 f"at update {update}; try bf16 or a lower learning_rate"
             )
-        if self.ema is not None and not skipped:
-            self.ema.update(self.parameters, update)
-        return StepResult(norm, skipped)
+        if self.ema is not None and not result.skipped:
+            self.ema.update(self.tensors, update)
+        return result
+
+    def exported(self) -> dict[str, Tensor]:
+        """Return what a checkpoint publishes, whole, on the CPU; all ranks must call it.
+
+        It is the adapter with alpha folded in, or the transformer, with average weights if there
+        are some. What other processes than the main one get is of no use.
+        """
+        transformer = self.model.transformer
+        with self.weights("ema" if self.ema else "current"):
+            if self.use_lora:
+                return lora.export_state(transformer, self._backend.whole)
+            named = transformer.state_dict(keep_vars=True)
+            return self._gathered({name: (p, None) for name, p in named.items()})
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return all that a run resumes from, whole, on the CPU; all ranks must call it.
+
+        It is {"parameters", "ema", "old": {name: tensor}, "optimizer": {index.moment: tensor}}, the
+        same for any back-end and number of ranks. Elsewhere than on the main process it is empty.
+        """
+        named = list(zip(self.names, self.parameters, strict=True))
+        state = {"parameters": self._gathered({name: (p, None) for name, p in named})}
+        for kind, tensors in self.alternatives.items():
+            parts = zip(named, tensors, strict=True)
+            state[kind] = self._gathered({name: (p, local) for (name, p), local in parts})
+        moments = self._backend.moments()
+        state["optimizer"] = {k: v.cpu() for k, v in moments.items()} if self._is_main else {}
+        return state
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def _gathered(self, named: dict[str, tuple]) -> dict[str, Tensor]:
+        """Return the whole of every (parameter, this rank's part or None), on the main process."""
+        found = {}
+        for name, (parameter, local) in named.items():
+            whole = self._backend.whole(parameter, local)
+            if self._is_main:
+                found[name] = whole.detach().to("cpu", copy=True).contiguous()
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Take over what `state` returned; names and shapes must be this policy's."""
+        for kind, named in state.items():
+            if kind == "optimizer":
+                self._backend.load_moments(named)
+                continue
+            wholes = zip(self.parameters, (named[name] for name in self.names), strict=True)
+            parts = [self._backend.part(p, whole) for p, whole in wholes]
+            if kind == "parameters":
+                self.assign(parts)
+                self._backend.after_load()
+            else:
+                torch._foreach_copy_(self.alternatives[kind], parts)
 
     def _add_lora(self, config) -> None:
         with torch.random.fork_rng(devices=[]):

@@ -12,19 +12,18 @@ logger = logging.getLogger(__name__)
 
 
 def save(run: Run) -> None:
-    """Publish a checkpoint of the current state and delete the old ones (main process)."""
-    policy, state, folder = run.policy, run.state, run.folder
+    """Publish a checkpoint of the current state and delete the old ones; all ranks must call it."""
+    weights, tensors = run.policy.exported(), run.policy.state()
+    main_process(run.accelerator, lambda: _publish(run, weights, tensors))
+
+
+def _publish(run: Run, weights: dict, tensors: dict) -> None:
+    state, folder = run.state, run.folder
 
     def write(path: Path) -> None:
-        write_weights(run, path)
-        checkpoint.save_state(
-            path / checkpoint.STATE,
-            names=policy.names,
-            parameters=policy.parameters,
-            alternatives=policy.alternatives,
-            optimizer=policy.optimizer,
-            scaler=run.accelerator.scaler and run.accelerator.scaler.state_dict(),
-        )
+        write_weights(run, weights, path)
+        scaler = run.accelerator.scaler and run.accelerator.scaler.state_dict()
+        checkpoint.save_state(path / checkpoint.STATE, tensors, scaler)
 
     best = run.eval_total if run.is_new_best else run.best_total
     record = {
@@ -53,13 +52,10 @@ def restore(run: Run) -> int:
         return 0
     path, record = chosen
     policy = run.policy
-    scaler = checkpoint.load_state(
-        path / checkpoint.STATE,
-        names=policy.names,
-        parameters=policy.parameters,
-        alternatives=policy.alternatives,
-        optimizer=policy.optimizer,
+    tensors, scaler = checkpoint.load_state(
+        path / checkpoint.STATE, policy.shapes, ("parameters", *policy.alternatives)
     )
+    policy.load_state(tensors)
     if scaler is not None and run.accelerator.scaler is not None:
         run.accelerator.scaler.load_state_dict(scaler)
     run.state = TrainState(record["epoch"], record["update"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from flow_grpo import registry
+from flow_grpo import backends, registry
 from flow_grpo.batching import BatchPlan, plan_batches
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.epoch_steps import check_steps, epoch_steps
@@ -326,6 +326,7 @@ def _scorable(prompts: list[Prompt], config, split: str) -> list[Prompt]:
 def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder) -> Run:
     """Load the data, the rewards and the model."""
     algorithm = registry.load(ALGORITHMS, config.algorithm)(config)
+    backends.check(accelerator, config.mixed_precision)
     prompts, eval_prompts = (
         usable_prompts(adapter, config, split, accelerator) for split in ("train", "test")
     )

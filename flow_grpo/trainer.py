@@ -54,7 +54,7 @@ def _run_epochs(run: Run, stop: StopRequest) -> None:
         if run.state.epoch % run.config.eval_freq == 0 or finished:
             _evaluate(run)
         if run.state.epoch % run.config.save_freq == 0 or finished or stopping or run.is_new_best:
-            main_process(run.accelerator, lambda: resume.save(run))
+            resume.save(run)
             if run.is_new_best:
                 run.best_total = run.eval_total
         if stopping:

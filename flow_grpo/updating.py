@@ -123,7 +123,7 @@ def _accumulate(
         batch = _row_batch(run, collected, tensors, ids, advantages, share)
         with run.policy.accumulate(sync=start + size >= length):
             loss, metrics = run.algorithm.loss(run.policy, batch)
-            run.accelerator.backward(loss * plan.world_size / len(rows.samples))
+            run.policy.backward(loss * plan.world_size / len(rows.samples))
         if "log_ratio" in metrics and not is_first:  # there it is 0 by construction
             step = share.rows.columns["step"]
             statistics.add(step, batch.advantage, batch.weight, metrics)

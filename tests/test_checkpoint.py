@@ -198,74 +198,51 @@ def test_what_is_later_than_the_resumed_epoch_is_set_aside_and_cannot_win_again(
     assert checkpoint.newest(tmp_path)[0].name == "checkpoint-25"
 
 
-def trained(seed: int) -> tuple[list[torch.Tensor], torch.optim.AdamW]:
-    """Return two parameters and their optimizer after three steps."""
-    source = torch.Generator().manual_seed(seed)
-    parameters = [torch.randn(3, 2, generator=source).requires_grad_() for _ in range(2)]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    for _ in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.randn(3, 2, generator=source)
-        optimizer.step()
-    return parameters, optimizer
+def states() -> dict[str, dict[str, torch.Tensor]]:
+    """Return random tensors of two parameters, of their average, and of an optimizer."""
+    source = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 2), "b": (3, 2)}
+    kinds = {
+        kind: {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
+        for kind in ("parameters", "ema")
+    }
+    return kinds | {"optimizer": {"0.step": torch.tensor(3.0), "0.exp_avg": torch.ones(3, 2)}}
+
+
+SHAPES = {"a": torch.Size((3, 2)), "b": torch.Size((3, 2))}
 
 
 def test_state_comes_back_bit_for_bit(tmp_path):
-    parameters, optimizer = trained(0)
-    ema = [p.detach() / 2 for p in parameters]
-    old = [p.detach() / 3 for p in parameters]
-    saved = {"scale": 1024.0}
-    checkpoint.save_state(
-        tmp_path / "state", names=["a", "b"], parameters=parameters,
-        alternatives={"ema": ema, "old": old}, optimizer=optimizer, scaler=saved,
-    )  # fmt: skip
-    others, other_optimizer = trained(1)
-    other_ema = [torch.zeros(3, 2), torch.zeros(3, 2)]
-    other_old = [torch.zeros(3, 2), torch.zeros(3, 2)]
-    scaler = checkpoint.load_state(
-        tmp_path / "state", names=["a", "b"], parameters=others,
-        alternatives={"ema": other_ema, "old": other_old}, optimizer=other_optimizer,
-    )  # fmt: skip
-    assert scaler == saved
-    for found, wanted in zip(
-        [*others, *other_ema, *other_old], [*parameters, *ema, *old], strict=True
-    ):
-        assert torch.equal(found, wanted)
-    for one, other in ((parameters, optimizer), (others, other_optimizer)):  # one more step each
-        for parameter in one:
-            parameter.grad = torch.ones(3, 2)
-        other.step()
-    for found, wanted in zip(others, parameters, strict=True):
-        assert torch.equal(found, wanted)
+    written, scaler = states(), {"scale": 1024.0}
+    checkpoint.save_state(tmp_path / "state", written, scaler)
+    read = checkpoint.load_state(tmp_path / "state", SHAPES, ("parameters", "ema"))
+    assert read[1] == scaler
+    assert read[0].keys() == written.keys()
+    for kind, named in written.items():
+        assert read[0][kind].keys() == named.keys()
+        assert all(torch.equal(read[0][kind][name], named[name]) for name in named)
 
 
 def test_state_of_other_parameters_is_refused(tmp_path):
-    parameters, optimizer = trained(0)
-    checkpoint.save_state(
-        tmp_path / "state", names=["a", "b"], parameters=parameters, alternatives={},
-        optimizer=optimizer, scaler=None,
-    )  # fmt: skip
+    checkpoint.save_state(tmp_path / "state", states(), None)
+    shapes = {"a": SHAPES["a"], "c": SHAPES["b"]}
     with pytest.raises(ValueError, match=r"holds other parameters than this run trains, such as b"):
-        checkpoint.load_state(
-            tmp_path / "state", names=["a", "c"], parameters=parameters, alternatives={},
-            optimizer=optimizer,
-        )  # fmt: skip
+        checkpoint.load_state(tmp_path / "state", shapes, ("parameters",))
 
 
 def test_state_of_another_shape_is_refused(tmp_path):
-    parameters, optimizer = trained(0)
-    state = {"names": ["a", "b"], "alternatives": {}, "optimizer": optimizer}
-    checkpoint.save_state(tmp_path / "state", parameters=parameters, scaler=None, **state)
+    checkpoint.save_state(tmp_path / "state", states(), None)
     with pytest.raises(ValueError, match=r"a has shape \(3, 2\), but this run trains \(4, 2\)"):
-        checkpoint.load_state(tmp_path / "state", parameters=[torch.zeros(4, 2)] * 2, **state)
+        checkpoint.load_state(tmp_path / "state", SHAPES | {"a": torch.Size((4, 2))}, ("ema",))
+
+
+def test_state_without_what_the_run_needs_is_refused(tmp_path):
+    checkpoint.save_state(tmp_path / "state", states(), None)
+    with pytest.raises(ValueError, match=r"old\.safetensors is missing.*another algorithm"):
+        checkpoint.load_state(tmp_path / "state", SHAPES, ("parameters", "old"))
 
 
 def test_no_file_is_a_pickle(tmp_path):
-    parameters, optimizer = trained(0)
-    checkpoint.save_state(
-        tmp_path / "state", names=["a", "b"], parameters=parameters,
-        alternatives={"ema": parameters},
-        optimizer=optimizer, scaler={"scale": 2.0},
-    )  # fmt: skip
+    checkpoint.save_state(tmp_path / "state", states(), {"scale": 2.0})
     assert {path.suffix for path in (tmp_path / "state").iterdir()} == {".safetensors", ".json"}
     assert json.loads((tmp_path / "state" / "scaler.json").read_text()) == {"scale": 2.0}

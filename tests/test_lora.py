@@ -90,7 +90,7 @@ def _write(policy: Policy, path) -> str:
         rewards=SimpleNamespace(weights={"ocr": 1.0}),
         eval_prompts=[SimpleNamespace(prompt='"AB" on a red sign')],
     )
-    export.write_weights(run, path)
+    export.write_weights(run, policy.exported(), path)
     return str(path / "lora")
 
 
@@ -200,7 +200,8 @@ def test_a_diffusers_file_with_metadata_keeps_its_strength(build, tiny_sd3_dir, 
     transformer = policy.model.transformer
     StableDiffusion3Pipeline.save_lora_weights(
         str(tmp_path),
-        transformer_lora_layers=lora.state(transformer),  # alpha not folded in
+        # alpha not folded in
+        transformer_lora_layers={k: p.detach() for k, p in lora.state(transformer).items()},
         transformer_lora_adapter_metadata=transformer.peft_config[lora.ADAPTER].to_dict(),
     )
     again = build(lora_path=str(tmp_path), lora_alpha=7)

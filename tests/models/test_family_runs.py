@@ -226,7 +226,7 @@ def test_the_saved_adapter_gives_the_policys_own_image(family, make_run, request
     own = sample_trajectory(velocity, x, model.sigmas(4, SIZE)).final
     if run.policy.ema:
         run.policy.ema.tensors[:] = [p.detach().clone() for p in run.policy.parameters]
-    export.write_weights(run, tmp_path / "weights")
+    export.write_weights(run, run.policy.exported(), tmp_path / "weights")
 
     card = (tmp_path / "weights" / "lora" / "README.md").read_text()
     assert f"pipeline_tag: {model.task}" in card
