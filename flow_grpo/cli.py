@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo import registry
-from flow_grpo.processes import check_processes, say_mistake, without_gpu
+from flow_grpo.processes import check_processes, say_mistake
 
 logger = logging.getLogger("flow_grpo")
 
@@ -151,7 +151,6 @@ def _run(adapter, argv: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     from flow_grpo import backends, session
-    from flow_grpo.processes import check_processes
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
