@@ -38,6 +38,15 @@ def test_another_number_than_was_asked_for_is_an_error(started, monkeypatch):
         processes.check_processes(started)
 
 
+def test_one_process_of_several_is_an_error_unless_one_was_asked_for(monkeypatch):
+    monkeypatch.setattr(processes, "_launched_as_one_of_several", lambda: True)
+    with pytest.raises(ValueError, match="accelerate launch was asked for several processes and"):
+        processes.check_processes(1)
+    processes.check_processes(2)
+    monkeypatch.setenv(processes.ASKED, "1")
+    processes.check_processes(1)
+
+
 @pytest.mark.parametrize(
     ("before", "inside", "is_error"),
     [
@@ -45,6 +54,7 @@ def test_another_number_than_was_asked_for_is_an_error(started, monkeypatch):
         ({"MASTER_ADDR": "far"}, {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "::1"}, True),
         ({"MASTER_ADDR": "far"}, {"ACCELERATE_MIXED_PRECISION": "no"}, False),
         ({}, {"ACCELERATE_MIXED_PRECISION": "no"}, False),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "::1", "LOCAL_RANK": "0"}, False),
         ({}, {"MASTER_ADDR": "127.0.0.1"}, False),  # by no launcher of accelerate's
     ],
 )

@@ -9,11 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from launch_scripts import MULTI, ROOT, SCRIPTS, SINGLE, environment, finished, run, start
 
 BIN = Path(sys.executable).parent
 TRAINS_ON_ONE = "test_a_script_trains_on_this_machine"
 IN_THE_FAST_SUITE = "multi_node/sd3.sh"
+CONFIGURATION = "scripts/accelerate_configs/multi_gpu.yaml"
+GUIDE = (
+    f"accelerate launch --config_file {CONFIGURATION} --num_processes=1 --main_process_port 29503 "
+    "scripts/train_wan2_1.py --config config/grpo.py:general_ocr_wan2_1"
+)
 # An epoch of 16 images, for one process or two.
 SMALL = (
     "--config.num_epochs=1", "--config.trackers=none", "--config.mixed_precision=no",
@@ -121,6 +127,29 @@ def test_numbers_and_precision_of_a_configuration_of_accelerate_do_not_count(tmp
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["2 0 1 no NO 2"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_the_guides_command_for_wan_runs_at_the_presets_precision(precision, tiny_dir, tmp_path):
+    """The configuration's fp16 would stop the run: accelerate has it on a GPU only."""
+    file, text = tmp_path / "multi_gpu.yaml", (ROOT / CONFIGURATION).read_text()
+    file.write_text(text.replace('mixed_precision: "no"', f'mixed_precision: "{precision}"'))
+    assert f'mixed_precision: "{precision}"' in file.read_text()
+    command = GUIDE if precision == "no" else GUIDE.replace(CONFIGURATION, str(file))
+    small = [s for s in SMALL if "mixed_precision" not in s]  # the preset's is bf16
+    small += [f"--config.pretrained.model={tiny_dir('wan2_1')}", f"--config.logdir={tmp_path}"]
+    done = subprocess.run(
+        [*command.split(), *small], cwd=ROOT, capture_output=True, text=True, timeout=400,
+        env=environment(
+            BIN, CUDA_VISIBLE_DEVICES="", HF_HOME=str(tmp_path),
+            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check_epoch(tmp_path / "run", done.stderr, 1)
+    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert settings["mixed_precision"] == "bf16"
 
 
 def test_processes_that_did_not_start_are_an_error(tmp_path):
