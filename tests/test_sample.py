@@ -13,7 +13,7 @@ import torch
 import yaml
 from PIL import Image
 
-from flow_grpo import lora, seeds
+from flow_grpo import lora, registry, seeds
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sample.py"
@@ -242,3 +242,8 @@ def test_a_base_model_has_its_familys_settings(script, tiny_dir, monkeypatch):
     assert (config.resolution, config.width, config.num_frames) == (240, 416, 33)
     assert (config.eval.num_steps, config.sample.max_sequence_length) == (50, 512)
     assert config.pretrained.model == tiny_dir("wan2_1")
+
+
+def test_every_family_has_settings_of_a_base_model(script):
+    names = registry.names("flow_grpo.models")
+    assert [name for name in names if not hasattr(script.models, name)] == []
