@@ -226,22 +226,41 @@ def test_a_pipeline_of_no_family_is_an_error(run, tmp_path):
     assert "sd3 (StableDiffusion3Pipeline)" in err
 
 
-def test_a_base_model_has_its_familys_settings(script, tiny_dir, monkeypatch):
-    command = ["--pretrained", tiny_dir("wan2_1"), "--prompt", "a"]
-    monkeypatch.setattr(sys, "argv", ["sample.py", *command])
-    seen = []
+@pytest.fixture
+def settings_of(script, monkeypatch):
+    """Return the function (*arguments) -> the configuration that the script loads a model by."""
 
-    def settings(args):
-        seen.append(real(args)[0])
-        raise ValueError("seen")
+    def call(*arguments: str):
+        seen, real = [], script.settings
 
-    real = script.settings
-    monkeypatch.setattr(script, "settings", settings)
-    assert script.main() == 2
-    (config,) = seen
+        def settings(args):
+            seen.append(real(args)[0])
+            raise ValueError("seen")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["sample.py", "--prompt", "a", *arguments])
+            patch.setattr(script, "settings", settings)
+            assert script.main() == 2
+        (config,) = seen
+        return config
+
+    return call
+
+
+def test_a_base_model_has_its_familys_settings(settings_of, tiny_dir):
+    config = settings_of("--pretrained", tiny_dir("wan2_1"))
     assert (config.resolution, config.width, config.num_frames) == (240, 416, 33)
     assert (config.eval.num_steps, config.sample.max_sequence_length) == (50, 512)
     assert config.pretrained.model == tiny_dir("wan2_1")
+    config = settings_of("--pretrained", tiny_dir("wan2_1"), "--resolution", "64")
+    assert (config.resolution, config.width) == (64, 0)  # a square
+
+
+def test_without_a_model_it_is_the_shipped_one(settings_of):
+    config = settings_of("--num_steps", "5", "--guidance_scale", "2")
+    assert config.pretrained.model == "flow_grpo/assets/tiny_sd3"
+    assert (config.resolution, config.sample.max_sequence_length) == (64, 0)
+    assert (config.eval.num_steps, config.eval.guidance_scale) == (5, 2.0)
 
 
 def test_every_family_has_settings_of_a_base_model(script):
