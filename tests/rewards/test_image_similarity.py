@@ -8,7 +8,7 @@ import tiny_models
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, CLIPModel
+from transformers import CLIPImageProcessorPil, CLIPModel
 
 from flow_grpo.rewards.base import Samples, State
 from flow_grpo.rewards.image_similarity import ImageSimilarity
@@ -43,7 +43,7 @@ def given(images, references) -> Samples:
 def cosine(folder: str, one: Image.Image, other: Image.Image) -> float:
     """Return the similarity as the library's documentation computes it."""
     model = CLIPModel.from_pretrained(folder)
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = CLIPImageProcessorPil.from_pretrained(folder)
     pixels = processor(images=[one, other], return_tensors="pt")["pixel_values"]
     vectors = model.get_image_features(pixels).pooler_output
     assert vectors.shape == (2, 24)
