@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_flux
@@ -154,6 +155,26 @@ def test_an_unknown_way_with_unreadable_images_is_an_error(tiny_config):
     tiny_config.unreadable_images = "stopp"
     with pytest.raises(ValueError, match=r"unreadable_images 'stopp'; .* did you mean 'stop'\?"):
         session.check_config(tiny_config, 1)
+
+
+def test_a_reward_is_given_all_images_of_a_prompt_each_read_once(tmp_path, monkeypatch):
+    files = [tmp_path / f"{name}.png" for name in "abc"]
+    for seed, file in enumerate(files):
+        tiny_flux.image(seed, 4 + seed, 3).save(file)
+    a, b, c = files
+    read = []
+    monkeypatch.setattr(
+        session, "image_tensor", lambda path: read.append(path) or images.image_tensor(path)
+    )
+    prompts = [Prompt("x", {}, own, "f") for own in ((a, b), (c,), (b, a), (a, b))]
+    run = SimpleNamespace(model=SimpleNamespace(max_images=3))
+    given = session.Run.reference_images(run, prompts)
+    widths = [tuple(image.shape[-1] for image in own) for own in given]
+    assert widths == [(4, 5), (6,), (5, 4), (4, 5)]
+    assert given[0][0] is given[2][1] is given[3][0]
+    assert sorted(read) == files
+    run.model.max_images = 0
+    assert session.Run.reference_images(run, prompts) is None
 
 
 def test_a_tensor_holds_the_files_pixels(tmp_path):
