@@ -18,16 +18,16 @@ UNREADABLE = ("stop", "skip")
 
 
 def open_image(path: Path):
-    """Return an image file as a PIL image, RGB, decoded.
+    """Return an image file as a PIL image, RGB, decoded, turned as its EXIF data says.
 
     Raises:
         ValueError: there is no such file, or it holds no whole image.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if not path.is_file():
             raise ValueError(f"reference image {path} does not exist") from error
@@ -99,7 +99,7 @@ def with_readable_images(
         for prompt in broken
     ]
     if unreadable == "stop":
-        more = f" (and of {len(told) - 1} more lines)" if len(told) > 1 else ""
+        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
         raise ValueError(f"{told[0]}{more}; unreadable_images=skip leaves such lines out")
     if len(broken) == len(prompts):
         raise ValueError(f"no prompt is left that has readable images; the first: {told[0]}")

@@ -5,6 +5,7 @@ import json
 import pytest
 from test_report import Page
 
+from flow_grpo import trainer
 from flow_grpo.models.flux_kontext import FluxKontext
 
 
@@ -19,13 +20,18 @@ def edit_arguments(tiny_arguments, tiny_flux_kontext_dir):
     ]  # fmt: skip
 
 
-def test_a_run_on_the_shipped_set_shows_what_it_edited(edit_arguments, train, tmp_path):
+def test_a_run_on_the_shipped_set_shows_what_it_edited(
+    edit_arguments, train, tmp_path, monkeypatch
+):
+    tracked = []
+    monkeypatch.setattr(trainer, "log_images", lambda trackers, shown, *_: tracked.append(shown))
     outcome = train(*edit_arguments, adapter=FluxKontext)
     assert outcome.code == 0, outcome.err
     folder = tmp_path / "runs" / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert 0 < lines[-1]["eval/pixel_similarity"] < 1
     assert all(not key.startswith("failed/") for line in lines for key in line)
+    assert {shown["eval/images"].shape for shown in tracked} == {(4, 3, 32, 64)}
     page = Page((folder / "report.html").read_text())
     assert "to edit" in page.words
     assert sum(image["alt"].endswith(", to edit") for image in page.images) == 4

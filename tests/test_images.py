@@ -3,11 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_flux
 import torch
 from accelerate import Accelerator
+from PIL import Image
 
 from flow_grpo import images, session
 from flow_grpo.data import Prompt, load_prompts
@@ -69,7 +71,7 @@ def test_the_first_line_with_an_unreadable_image_stops_by_name(broken_set):
     text = str(caught.value)
     assert text.startswith(f"{broken_set}/train_metadata.jsonl:1: reference image {broken_set}")
     assert "0.png cannot be read: " in text
-    assert text.endswith(" (and of 3 more lines); unreadable_images=skip leaves such lines out")
+    assert text.endswith(" (and 3 more); unreadable_images=skip leaves such lines out")
     assert images.with_readable_images(prompts[4:], "stop") == prompts[4:]
     with pytest.raises(ValueError, match=r"jsonl:4: reference image .*1.png does not exist; unr"):
         images.with_readable_images(prompts[3:], "stop")
@@ -155,6 +157,26 @@ def test_an_unknown_way_with_unreadable_images_is_an_error(tiny_config):
         session.check_config(tiny_config, 1)
 
 
+def test_a_reward_is_given_all_images_of_a_prompt_each_read_once(tmp_path, monkeypatch):
+    files = [tmp_path / f"{name}.png" for name in "abc"]
+    for seed, file in enumerate(files):
+        tiny_flux.image(seed, 4 + seed, 3).save(file)
+    a, b, c = files
+    read = []
+    monkeypatch.setattr(
+        session, "image_tensor", lambda path: read.append(path) or images.image_tensor(path)
+    )
+    prompts = [Prompt("x", {}, own, "f") for own in ((a, b), (c,), (b, a), (a, b))]
+    run = SimpleNamespace(model=SimpleNamespace(max_images=3))
+    given = session.Run.reference_images(run, prompts)
+    widths = [tuple(image.shape[-1] for image in own) for own in given]
+    assert widths == [(4, 5), (6,), (5, 4), (4, 5)]
+    assert given[0][0] is given[2][1] is given[3][0]
+    assert sorted(read) == files
+    run.model.max_images = 0
+    assert session.Run.reference_images(run, prompts) is None
+
+
 def test_a_tensor_holds_the_files_pixels(tmp_path):
     picture = tiny_flux.image(0, 5, 3).convert("P")
     picture.save(tmp_path / "a.png")
@@ -162,6 +184,15 @@ def test_a_tensor_holds_the_files_pixels(tmp_path):
     assert tensor.shape == (3, 3, 5)
     red = picture.convert("RGB").getpixel((4, 1))[0]
     assert tensor[0, 1, 4] == torch.tensor(red / 255)
+
+
+def test_a_photograph_stands_upright(tmp_path):
+    lying = tiny_flux.image(0, 6, 4)
+    exif = lying.getexif()
+    exif[0x0112] = 6  # orientation: to be turned clockwise
+    lying.save(tmp_path / "a.png", exif=exif)
+    upright = lying.transpose(Image.Transpose.ROTATE_270)
+    assert images.open_image(tmp_path / "a.png").tobytes() == upright.tobytes()
 
 
 def test_files_of_one_content_have_one_digest(tmp_path):

@@ -53,7 +53,7 @@ def load_clip(name: str, device: str):
         ValueError: `name` is no folder or id of a CLIP that can be loaded.
     """
     from safetensors import SafetensorError
-    from transformers import AutoImageProcessor, CLIPModel
+    from transformers import CLIPImageProcessorPil, CLIPModel
 
     try:
         model, found = CLIPModel.from_pretrained(
@@ -62,7 +62,7 @@ def load_clip(name: str, device: str):
         lacking = [key for key in found["missing_keys"] if key.startswith("vis")]
         if lacking:  # they would be random
             raise ValueError(f"it holds no {min(lacking)}")
-        processor = AutoImageProcessor.from_pretrained(name, backend="pil")
+        processor = CLIPImageProcessorPil.from_pretrained(name)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(

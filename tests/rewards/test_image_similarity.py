@@ -7,7 +7,8 @@ import pytest
 import tiny_models
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, CLIPModel
+from safetensors.torch import load_file, save_file
+from transformers import CLIPImageProcessorPil, CLIPModel
 
 from flow_grpo.rewards.base import Samples, State
 from flow_grpo.rewards.image_similarity import ImageSimilarity
@@ -42,7 +43,7 @@ def given(images, references) -> Samples:
 def cosine(folder: str, one: Image.Image, other: Image.Image) -> float:
     """Return the similarity as the library's documentation computes it."""
     model = CLIPModel.from_pretrained(folder)
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = CLIPImageProcessorPil.from_pretrained(folder)
     pixels = processor(images=[one, other], return_tensors="pt")["pixel_values"]
     vectors = model.get_image_features(pixels).pooler_output
     assert vectors.shape == (2, 24)
@@ -81,9 +82,10 @@ def test_a_reference_is_seen_as_large_as_the_image(reward, tiny_clip_dir):
 
 def test_of_several_references_the_first_counts(reward):
     image, one, other = picture(0), picture(1), torch.ones(3, 64, 64)
-    values = reward(given([image] * 3, [(one, other), (one,), (other, one)])).values
-    assert values[0] == values[1]
-    assert abs(values[0] - values[2]) > 1e-3
+    first, second = reward(given([image] * 2, [(one, other), (other, one)])).values
+    assert first == reward(given([image], [(one,)])).values
+    assert second == reward(given([image], [(other,)])).values
+    assert abs(first - second) > 1e-3
 
 
 def test_a_groups_reference_is_embedded_once(reward, monkeypatch):
@@ -122,8 +124,12 @@ def test_a_clip_that_cannot_be_loaded_is_one_line_that_says_where_to_name_one(
     (half / "model.safetensors").write_bytes(b"no weights")
     empty = tmp_path / "empty"
     empty.mkdir()
-    text_encoder = f"{tiny_sd3_dir}/text_encoder"  # another model: its vision half would be random
-    for name in ("no/such_clip", str(empty), str(half), text_encoder):
+    part = tmp_path / "part"  # the rest would be random
+    shutil.copytree(tiny_clip_dir, part)
+    weights = load_file(part / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    for name in ("no/such_clip", str(empty), str(half), str(part), f"{tiny_sd3_dir}/text_encoder"):
         monkeypatch.setenv("FLOW_GRPO_CLIP", name)
         with pytest.raises(ValueError, match="FLOW_GRPO_CLIP=") as caught:
             ImageSimilarity()
