@@ -26,6 +26,7 @@ class Family(NamedTuple):
     length: int = 48  # sample.max_sequence_length
     num_frames: int = 1  # of a clip; 1 for images
     references: int = 0  # reference images of a prompt
+    reference_resolution: int = 1024
     one_by_one: bool = False  # the unpatched pipeline takes one prompt a call
     guidance_scale: float = 4.0
     sizes: tuple[tuple[int, int], ...] = ((32, 32), (16, 40))  # height and width: square, wide
@@ -138,6 +139,7 @@ def values(name: str, folder: str) -> dict:
         "resolution": family.sizes[0][0],
         "width": 0,
         "num_frames": family.num_frames,
+        "reference_resolution": family.reference_resolution,
         "sample.max_sequence_length": family.length,
         "sample.guidance_scale": family.guidance_scale,
         "eval.guidance_scale": family.guidance_scale,

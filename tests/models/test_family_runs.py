@@ -149,11 +149,12 @@ def _own_image(run, name: str, x: torch.Tensor, prompt, images) -> torch.Tensor:
 
 @every_family
 def test_the_model_cards_code_makes_the_policys_image_in_plain_diffusers(
-    name, trained, monkeypatch
+    name, trained, edit_set, monkeypatch
 ):
     run, _ = trained(name)
     model, prompt = run.model, run.eval_prompts[0]
-    images = [[open_image(path) for path in prompt.images]] if model.max_images else None
+    file = edit_set / "test" / "2.png"  # of another shape than the image to make
+    images = [[open_image(file)]] if model.max_images else None
     x = seeds.normal((1, *model.latent_shape(run.size)), 0, seeds.EVAL_NOISE)
     wanted = _own_image(run, name, x, prompt.prompt, images)
     folder = _lora(run.folder.path, 1)
@@ -170,7 +171,7 @@ def test_the_model_cards_code_makes_the_policys_image_in_plain_diffusers(
     monkeypatch.setattr(cls, "__call__", from_x)
     code = code.replace("THIS FOLDER", str(folder))
     if images:
-        code = code.replace("IMAGE", str(prompt.images[0]))
+        code = code.replace("IMAGE", str(file))
 
     def plain(code: str) -> torch.Tensor:
         names = {}
