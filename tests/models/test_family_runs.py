@@ -118,7 +118,18 @@ def _module(parameter: str) -> str:
 
 
 @several
-def test_an_update_of_every_algorithm_changes_the_adapter_alone(name, algorithm, trained):
+def test_an_update_of_every_algorithm_changes_the_adapter_alone(
+    name, algorithm, trained, monkeypatch
+):
+    adapter, told = families.adapter(name), set()
+    velocity = adapter.velocity
+
+    def telling(self, module, x, sigma, cond, guidance_scale):
+        if len(x) > 1:  # a policy's probe is of one sample, without guidance
+            told.add(guidance_scale)
+        return velocity(self, module, x, sigma, cond, guidance_scale)
+
+    monkeypatch.setattr(adapter, "velocity", telling)
     run, before = trained(name, algorithm)
     assert run.config.algorithm == algorithm
     assert run.state.update == 1
@@ -132,6 +143,11 @@ def test_an_update_of_every_algorithm_changes_the_adapter_alone(name, algorithm,
     still = {_module(key) for key in trained_names - changed}
     assert still == FAMILIES[name].still
     assert not any(".lora_A." in key for key in trained_names - changed)
+    # Others learn without classifier-free guidance from images that were made with it; a model
+    # that is told its guidance is told the same always.
+    scale = FAMILIES[name].guidance_scale
+    untold = set() if adapter.negative is None or "grpo" in algorithm else {1.0}
+    assert told == {scale} | untold
 
 
 def _own_image(run, name: str, x: torch.Tensor, prompt, images) -> torch.Tensor:
@@ -196,17 +212,18 @@ def test_a_resumed_run_equals_a_whole_one(name, arguments, train, no_report, tmp
     for changes in ({"run_name": "whole"}, {"run_name": "resumed", "resume_from": start}):
         outcome = train(*arguments(name, num_epochs=2, **changes), adapter=adapter)
         assert outcome.code == 0, outcome.err
-    weights = [
-        load_file(_lora(run, epoch) / "pytorch_lora_weights.safetensors")
-        for run, epoch in ((runs[0], 2), (runs[1], 2), (runs[0], 1))
-    ]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    assert any(not torch.equal(weights[0][key], weights[2][key]) for key in weights[0])
+    for file in ("lora/pytorch_lora_weights", "state/optimizer", "state/ema"):
+        whole, resumed, first = (
+            load_file(_lora(run, epoch).parent / f"{file}.safetensors")
+            for run, epoch in ((runs[0], 2), (runs[1], 2), (runs[0], 1))
+        )
+        assert whole.keys() == resumed.keys()
+        assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+        assert any(not torch.equal(whole[key], first[key]) for key in whole)
     for key in ("train/loss", "reward/total", "eval/total"):
-        whole, resumed = (_column(run, key) for run in runs)
-        assert resumed
-        assert whole[-len(resumed) :] == resumed
+        columns = [_column(run, key) for run in runs]
+        assert columns[1]
+        assert columns[0][-len(columns[1]) :] == columns[1]
     assert not _lora(runs[1], 1).exists(), "the first epoch must not have been run again"
     assert _column(runs[0], "train/ratio_dev_first") == [0.0, 0.0]
 
@@ -229,14 +246,17 @@ def test_the_first_update_of_an_epoch_has_ratio_one_in_bf16(
 @pytest.mark.slow
 @every_family
 def test_a_script_trains_in_its_own_process(name, arguments, tmp_path):
-    command = [sys.executable, f"scripts/{FAMILIES[name].script}.py", *arguments(name)]
+    line = arguments(name, mixed_precision="bf16")
+    command = [sys.executable, f"scripts/{FAMILIES[name].script}.py", *line]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "ACCELERATE_USE_CPU": "1", "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["epochs"] == 1
+    assert summary["ratio_dev_first_max"] == 0.0
 
 
 def test_a_runs_clips_are_animated(arguments, train, tmp_path):
