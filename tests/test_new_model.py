@@ -52,6 +52,17 @@ def test_there_are_four_steps():
     assert re.findall(r"^## (\d)\.", GUIDE, flags=re.M) == list("1234")
 
 
+def test_files_have_as_many_lines_as_the_guide_says():
+    rows = re.findall(r"^\| `([\w/]+zimage\.py)` \|.*\| (\d+) \|$", GUIDE, flags=re.M)
+    rows += [
+        (f"flow_grpo/models/{name}.py", re.search(pattern, GUIDE)[1])
+        for name, pattern in (("zimage", r"Z-Image took (\d+)"), ("flux2_klein", r"klein (\d+),"))
+    ]
+    assert len(rows) == 5
+    for file, number in rows:
+        assert len((ROOT / file).read_text().splitlines()) == int(number), file
+
+
 def test_the_small_pipeline_is_shown_sampled_and_trained(step, train, capfd, monkeypatch, tmp_path):
     words, shown = step(1)
     assert _run(words, capfd, monkeypatch) == shown
