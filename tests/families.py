@@ -26,6 +26,7 @@ class Family(NamedTuple):
     length: int = 48  # sample.max_sequence_length
     num_frames: int = 1  # of a clip; 1 for images
     references: int = 0  # reference images of a prompt
+    reference_resolution: int = 1024
     one_by_one: bool = False  # the unpatched pipeline takes one prompt a call
     guidance_scale: float = 4.0
     sizes: tuple[tuple[int, int], ...] = ((32, 32), (16, 40))  # height and width: square, wide
@@ -78,6 +79,31 @@ FAMILIES = {
         "tiny_qwen:own_arguments",
         ("Qwen/Qwen-Image",),
         "train_qwenimage",
+        batch_effect=2.5e-6,
+    ),
+    "qwenimage_edit": Family(
+        "tiny_qwen_edit:qwenimage_edit",
+        "tiny_qwen_edit:own_arguments",
+        ("Qwen/Qwen-Image-Edit",),
+        "train_qwenimage_edit",
+        references=1,
+        reference_resolution=64,
+        one_by_one=True,
+        sizes=((32, 32), (16, 32)),  # 64 * 64 pixels of these shapes: 64 x 64, 32 x 96
+        effects={"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2, "reference": 1e-2},
+        batch_effect=2.5e-6,
+    ),
+    "qwenimage_edit_plus": Family(
+        "tiny_qwen_edit:qwenimage_edit_plus",
+        "tiny_qwen_edit:own_plus_arguments",
+        ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2511"),
+        "train_qwenimage_edit_plus",
+        {"zero_cond_t": True},  # as -2511
+        references=2,
+        reference_resolution=64,
+        one_by_one=True,
+        sizes=((32, 32), (16, 32)),
+        effects={"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2, "reference": 1e-2},
         batch_effect=2.5e-6,
     ),
     "wan2_1": Family(
@@ -133,6 +159,7 @@ def values(name: str, folder: str) -> dict:
         "resolution": family.sizes[0][0],
         "width": 0,
         "num_frames": family.num_frames,
+        "reference_resolution": family.reference_resolution,
         "sample.max_sequence_length": family.length,
         "sample.guidance_scale": family.guidance_scale,
         "eval.guidance_scale": family.guidance_scale,
