@@ -270,7 +270,7 @@ def edit_run(name, tiny_config, tiny_dir, edit_set, make_run, monkeypatch, tmp_p
 def test_a_runs_model_card_gives_its_own_image(name, edit_run, monkeypatch, tmp_path):
     size, model = (32, 32), edit_run.model
     assert trainer.train(edit_run)["ratio_dev_first_max"] == 0.0
-    export.write_weights(edit_run, tmp_path / "weights")
+    export.write_weights(edit_run, edit_run.policy.exported(), tmp_path / "weights")
     prompt = edit_run.eval_prompts[0]
     cond = edit_run.conditions([prompt])
     with edit_run.policy.weights("ema"):
