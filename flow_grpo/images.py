@@ -59,7 +59,7 @@ def content_digest(path: Path) -> str:
 
 
 def check_counts(prompts: Sequence[Prompt], family: str, most: int) -> None:
-    """Raise ValueError for the first prompt that has not 1 to `most` reference images."""
+    """Raise ValueError if a prompt has not 1 to `most` reference images, as many as the others."""
     for prompt in prompts:
         if 1 <= len(prompt.images) <= most:
             continue
@@ -68,6 +68,13 @@ def check_counts(prompts: Sequence[Prompt], family: str, most: int) -> None:
             f"{prompt.source}: {len(prompt.images) or 'no'} reference images, but {family} takes "
             f'{takes} for every prompt, named by the "image" of a .jsonl line (prompt_fn geneval)'
         )
+    num = len(prompts[0].images)
+    for prompt in prompts:
+        if len(prompt.images) != num:
+            raise ValueError(
+                f"{prompt.source}: {len(prompt.images)} reference images, but {num} in "
+                f"{prompts[0].source}; all prompts of a file must have the same number"
+            )
 
 
 def with_readable_images(

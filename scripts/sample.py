@@ -32,6 +32,7 @@ OVERRIDES = {  # command line: field
     "guidance_scale": "eval.guidance_scale",
     "resolution": "resolution",
     "width": "width",
+    "reference_resolution": "reference_resolution",
     "num_frames": "num_frames",
     "max_sequence_length": "sample.max_sequence_length",
     "mixed_precision": "mixed_precision",
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument("--guidance_scale", type=float, help="1: no guidance")
     parser.add_argument("--resolution", type=int, help="height, and width if not given; pixels")
     parser.add_argument("--width", type=int, help="pixels")
+    parser.add_argument("--reference_resolution", type=int, help="of --image; Qwen-Image-Edit")
     parser.add_argument("--num_frames", type=int, help="of a clip, by video models")
     parser.add_argument("--max_sequence_length", type=int, help="tokens; SD3: of T5, 0 without it")
     parser.add_argument("--batch_size", type=int, default=8, help="images in a forward")

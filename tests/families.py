@@ -86,6 +86,31 @@ FAMILIES = {
         still=frozenset(("transformer_blocks.1.attn.add_q_proj",)),
         batch_effect=2.5e-6,
     ),
+    "qwenimage_edit": Family(
+        "tiny_qwen_edit:qwenimage_edit",
+        "tiny_qwen_edit:own_arguments",
+        ("Qwen/Qwen-Image-Edit",),
+        "train_qwenimage_edit",
+        references=1,
+        reference_resolution=64,
+        one_by_one=True,
+        sizes=((32, 32), (16, 32)),  # 64 * 64 pixels of these shapes: 64 x 64, 32 x 96
+        effects={"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2, "reference": 1e-2},
+        batch_effect=4.2e-6,
+    ),
+    "qwenimage_edit_plus": Family(
+        "tiny_qwen_edit:qwenimage_edit_plus",
+        "tiny_qwen_edit:own_plus_arguments",
+        ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2511"),
+        "train_qwenimage_edit_plus",
+        {"zero_cond_t": True},  # as -2511
+        references=2,
+        reference_resolution=64,
+        one_by_one=True,
+        sizes=((32, 32), (16, 32)),
+        effects={"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2, "reference": 1e-2},
+        batch_effect=3.2e-6,
+    ),
     "wan2_1": Family(
         "tiny_wan:wan",
         "tiny_wan:own_arguments",

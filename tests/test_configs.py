@@ -135,6 +135,9 @@ PUBLISHED = {
     ("grpo", "general_ocr_wan2_1"): (1, 8, 4, 2, 1),
     ("grpo", "pickscore_qwenimage"): (32, 4, 16, 4, 2),
     ("grpo", "pickscore_qwenimage_8gpu"): (8, 4, 16, 16, 8),
+    ("grpo", "counting_qwenimage_edit"): (32, 4, 16, 4, 2),
+    ("grpo", "counting_qwenimage_edit_fast"): (32, 4, 16, 4, 2),
+    ("grpo", "counting_qwenimage_edit_8gpu"): (8, 4, 16, 16, 8),
     ("dpo", "geneval_sd3"): (32, 24, 24, 1, 1),
     ("dpo", "pickscore_sd3"): (32, 24, 24, 1, 1),
     ("sft", "geneval_sd3"): (32, 24, 24, 1, 1),
@@ -236,6 +239,7 @@ def small(settings: ConfigDict) -> list[str]:
     sample, group_size = settings.sample, 2
     overrides = {
         "mixed_precision": "no", "resolution": 32, "width": 0, "num_frames": 5,
+        "reference_resolution": 64,
         "num_epochs": 1, "trackers": "none",
         "sample.num_steps": min(8, sample.num_steps), "sample.groups_per_epoch": 2,
         "train.updates_per_epoch": min(2, settings.train.updates_per_epoch),

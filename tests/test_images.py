@@ -130,7 +130,7 @@ def test_the_number_of_images_is_the_familys():
         return Prompt("a", {}, (Path("a.png"),) * num, "f.jsonl:7")
 
     images.check_counts([prompt(1)], "Family", 1)
-    images.check_counts([prompt(1), prompt(3)], "Family", 3)
+    images.check_counts([prompt(3), prompt(3)], "Family", 3)
     with pytest.raises(ValueError, match=r"f.jsonl:7: no reference images, but Family takes one r"):
         images.check_counts([prompt(1), prompt(0)], "Family", 1)
     with pytest.raises(ValueError, match=r"f.jsonl:7: 4 reference images, .* takes 1 to 3 ref"):

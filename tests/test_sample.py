@@ -158,6 +158,7 @@ def test_an_adapter_that_matches_nothing_is_an_error(run, tmp_path):
 def _family_arguments(name: str, folder: str, tmp_path: Path) -> list[str]:
     arguments = ["--pretrained", folder, "--resolution", "32", "--width", "48", "--num_steps", "2"]
     arguments += ["--num_frames", "5", "--max_sequence_length", "16", "--num_images", "1"]
+    arguments += ["--reference_resolution", "64"]
     most = families.adapter(name).max_images
     for place in range(most):
         Image.new("RGB", (40, 40), (255 * place, 80, 20)).save(tmp_path / f"{place}.png")

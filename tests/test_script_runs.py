@@ -13,6 +13,7 @@ import yaml
 from launch_scripts import MULTI, ROOT, SCRIPTS, SINGLE, environment, finished, run, start
 
 BIN = Path(sys.executable).parent
+IMPORTED = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "without_torchvision")]
 TRAINS_ON_ONE = "test_a_script_trains_on_this_machine"
 IN_THE_FAST_SUITE = "multi_node/sd3.sh"
 CONFIGURATION = "scripts/accelerate_configs/multi_gpu.yaml"
@@ -25,6 +26,7 @@ SMALL = (
     "--config.num_epochs=1", "--config.trackers=none", "--config.mixed_precision=no",
     "--config.reward_fn=odd_rewards:Contrast:1.0", "--config.run_name=run",
     "--config.resolution=32", "--config.width=0", "--config.num_frames=5",
+    "--config.reference_resolution=64",
     "--config.sample.groups_per_epoch=4", "--config.sample.group_size=4",
     "--config.sample.num_steps=6", "--config.sample.max_sequence_length=32",
     "--config.eval.num_steps=2", "--config.eval.num_prompts=2", "--config.eval.num_samples=1",
@@ -41,7 +43,7 @@ def start_small(request):
             script, *arguments, f"--config.pretrained.model={pipeline}",
             f"--config.logdir={folder}", *SMALL,
             path=BIN, cwd=folder, CUDA_VISIBLE_DEVICES="",
-            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            PYTHONPATH=os.pathsep.join(IMPORTED),
             HF_HOME=str(folder / "hf"),  # no launcher settings of a user
             **settings,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Build a tiny random Qwen-Image from configs, through the real diffusers classes."""
+"""Build tiny random Qwen-Images from configs, through the real diffusers classes."""
 
 import json
 import re
@@ -23,17 +23,17 @@ TEMPLATE = (
 DIM = 32  # of the text encoder
 
 
-def tokenizer() -> Qwen2Tokenizer:
-    """Return a byte-level tokenizer that makes one token of every word of the pipeline's template.
+def tokenizer(template: str = TEMPLATE) -> Qwen2Tokenizer:
+    """Return a byte-level tokenizer that makes one token of every word of a pipeline's template.
 
-    So the template takes the 34 tokens that the pipeline cuts off, as with the real vocabulary.
+    So the template takes as many tokens as the pipeline cuts off, as with the real vocabulary.
     """
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     base = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(bytes_)}, merges=[])
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
     trained.normalizer = base.backend_tokenizer.normalizer
-    corpus = re.split(r"<\|[^|]*\|>|\{\}", TEMPLATE) * 9
+    corpus = re.split(r"<\|[^|]*\|>|\{\}", template) * 9
     trainer = trainers.BpeTrainer(
         vocab_size=3000, min_frequency=2, initial_alphabet=bytes_, show_progress=False
     )
@@ -82,10 +82,10 @@ def text_encoder(tok: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def parts(*, seed: int = 0) -> dict:
+def parts(*, seed: int = 0, template: str = TEMPLATE, **transformer_config) -> dict:
     """Return the random parts: 4 pixels a latent, 8 a token, 4 latent channels."""
     torch.manual_seed(seed)
-    tok = tokenizer()
+    tok = tokenizer(template)
     vae = AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
@@ -104,6 +104,7 @@ def parts(*, seed: int = 0) -> dict:
         num_attention_heads=2,
         joint_attention_dim=DIM,
         axes_dims_rope=(4, 6, 6),
+        **transformer_config,
     )
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
