@@ -162,7 +162,7 @@ def num_bytes(cond: Cond) -> int:
 def encode(run: session.Run, meter: Meter, repeat: int) -> None:
     """Measure the condition of one prompt: seconds, and bytes that the cache keeps of it."""
     prompts = run.prompts[:2]
-    images = [(open_image(prompts[0].image),)] if run.model.max_images else None
+    images = [tuple(map(open_image, prompts[0].images))] if run.model.max_images else None
     negative = run.model.negative if run.config.sample.guidance_scale > 1 else None
 
     def one(prompt, negative=None):
@@ -317,6 +317,7 @@ def measure(run: session.Run, meter: Meter, *, repeat: int, short: int) -> None:
         "weights",
         held_gib=meter.held(),
         trained_millions=trained / 1e6,
+        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),
         **{f"{n}_gib": sum(p.nbytes for p in m.parameters()) / GIB for n, m in parts.items()},
     )
     encode(run, meter, 3)
@@ -363,7 +364,6 @@ def main() -> None:
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if meter.on_gpu else "cpu",
         cudnn=torch.backends.cudnn.version(),
-        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),
         seconds_to_draw_weights=time.perf_counter() - started,
     )
     with tempfile.TemporaryDirectory() as folder, meter_errors(meter):
