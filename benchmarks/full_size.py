@@ -298,6 +298,7 @@ def train(run: session.Run, meter: Meter, name: str, collected: Collected, score
         optimizer_seconds=watch.seconds,
         ratio_dev_first=metrics["train/ratio_dev_first"],
         grad_norm=metrics["train/grad_norm"],
+        kl=metrics.get("train/kl"),
         **first,
     )
 

@@ -60,9 +60,14 @@ def test_pipelines_in_memory_have_the_dtypes_that_load_gives(family, precision, 
     assert dtypes(drawn) == dtypes(loaded)
     assert half in dtypes(drawn).values()
     assert type(drawn) is type(loaded)
-    for name in (part for part in drawn.components if part.startswith("tokenizer")):
-        made, kept = getattr(drawn, name), getattr(loaded, name)
-        assert made is kept is None or made.model_max_length == kept.model_max_length
+
+
+def test_prompts_have_as_many_tokens_as_the_text_encoders_take():
+    parts = true_pipelines.tiny_parts("flux")
+    config = parts["text_encoder"]().config
+    config.max_position_embeddings = 40
+    drawn = true_pipelines.pipeline("flux", parts, torch.bfloat16, "cpu")
+    assert drawn.tokenizer.model_max_length == drawn.tokenizer_max_length == 40
 
 
 @pytest.mark.parametrize(
@@ -138,6 +143,7 @@ def test_a_preset_of_clips_is_measured(measured):
     assert single["ratio_dev_first"] < 1e-4
     assert offloaded["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
     assert preset["grad_norm"] > 0
+    assert preset["kl"] > 0, "the adapter must do something"
 
 
 def test_a_preset_that_edits_is_measured(measured):
