@@ -14,6 +14,7 @@ from config.grpo import get_config
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import attention_gradients
 import full_size
 import true_pipelines
 
@@ -159,3 +160,28 @@ def test_what_ends_a_run_is_written(measured):
     with pytest.raises(ValueError, match="multiple of 8"):
         measured("general_ocr_wan2_1", 1, "--config.resolution=33", "--config.num_frames=5")
     assert "multiple of" in measured.lines["error"][0]["text"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("order", attention_gradients.ORDERS)
+def test_attentions_gradients_are_compared(masked, order, monkeypatch, capsys):
+    shape = (2, 300, 2, 16, torch.bfloat16, masked)
+    monkeypatch.setattr(attention_gradients, "DEVICE", "cpu")
+    monkeypatch.setitem(attention_gradients.SHAPES, "small", shape)
+    cudnn, kernels = torch.backends.cuda.cudnn_sdp_enabled(), []
+    wrong = {"slice": 1.5}  # cuDNN's, as it were
+
+    def backward(self, layout, *, cudnn):
+        kernels.append(cudnn)
+        found = original(self, layout, cudnn=cudnn)
+        return [x * wrong.get(layout, 1.0) for x in found] if cudnn else found
+
+    original = attention_gradients.Problem.backward
+    monkeypatch.setattr(attention_gradients.Problem, "backward", backward)
+    attention_gradients.compare("small", order)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    errors = {"contiguous": "0", "slice": "0.5"}
+    assert capsys.readouterr().out.splitlines() == [
+        f"small: {layout} gradient: relative error {errors[layout]}" for layout in order
+    ]
+    assert kernels == [False, True] * 2
