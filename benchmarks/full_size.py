@@ -31,7 +31,6 @@ import true_pipelines
 from families import adapter, family_of
 
 from flow_grpo import session
-from flow_grpo.algorithms.base import PER_SAMPLE
 from flow_grpo.batching import plan_batches
 from flow_grpo.cli import parse
 from flow_grpo.collecting import Collected, collect, score
@@ -262,13 +261,9 @@ def rollout(run: session.Run, meter: Meter, repeat: int) -> Collected:
 
 
 def first_steps(collected: Collected, num: int) -> Collected:
-    """Return an epoch's samples with their first `num` trained steps only."""
-    tensors = {
-        name: tensor if name in PER_SAMPLE else tensor[:, :num]
-        for name, tensor in collected.tensors.items()
-    }
-    trained = collected.steps.trained[:num]
-    return collected._replace(tensors=tensors, steps=collected.steps._replace(trained=trained))
+    """Return an epoch's samples, of which an update trains the first `num` steps only."""
+    steps = collected.steps
+    return collected._replace(steps=steps._replace(trained=steps.trained[:num]))
 
 
 def train(run: session.Run, meter: Meter, name: str, collected: Collected, scores, repeat=1):
@@ -355,6 +350,8 @@ def main() -> None:
     one_batch(config, given.gpus)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = family_of(config.pretrained.model)
+    if family not in true_pipelines.PARTS and not given.tiny:
+        parser.error(f"the true size of {family} is not in true_pipelines.py")
     meter = Meter(device, given.out, {"preset": config.run_name})
     half = half_precision_dtype(config.mixed_precision)
     parts = (true_pipelines.tiny_parts if given.tiny else true_pipelines.PARTS.get)(family)

@@ -162,6 +162,15 @@ def test_what_ends_a_run_is_written(measured):
     assert "multiple of" in measured.lines["error"][0]["text"]
 
 
+def test_a_family_whose_true_size_is_not_known_is_refused(monkeypatch, tmp_path, capsys):
+    config = "--config=config/grpo.py:general_ocr_zimage"
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    monkeypatch.setattr(sys, "argv", ["full_size.py", str(tmp_path / "out"), "--gpus=8", config])
+    with pytest.raises(SystemExit):
+        full_size.main()
+    assert "the true size of zimage is not in true_pipelines.py" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("order", attention_gradients.ORDERS)
 def test_attentions_gradients_are_compared(masked, order, monkeypatch, capsys):
