@@ -75,6 +75,8 @@ def test_prompts_have_as_many_tokens_as_the_text_encoders_take():
     ("preset", "gpus", "groups", "size"),
     [
         ("general_ocr_sd3_1gpu", 1, 1, 8),
+        ("general_ocr_sd3", 32, 1, 9),
+        ("general_ocr_sd3", 48, 1, 8),  # 24 a GPU
         ("pickscore_flux_8gpu", 8, 1, 3),  # 144 a GPU: batches of 3, parts of groups of 24
         ("pickscore_qwenimage_8gpu", 8, 1, 4),
         ("general_ocr_wan2_1", 1, 2, 4),  # a batch of 8 is two groups
