@@ -31,7 +31,6 @@ import true_pipelines
 from families import adapter, family_of
 
 from flow_grpo import session
-from flow_grpo.algorithms.base import PER_SAMPLE
 from flow_grpo.batching import plan_batches
 from flow_grpo.cli import parse
 from flow_grpo.collecting import Collected, collect, score
@@ -162,7 +161,7 @@ def num_bytes(cond: Cond) -> int:
 def encode(run: session.Run, meter: Meter, repeat: int) -> None:
     """Measure the condition of one prompt: seconds, and bytes that the cache keeps of it."""
     prompts = run.prompts[:2]
-    images = [(open_image(prompts[0].image),)] if run.model.max_images else None
+    images = [tuple(map(open_image, prompts[0].images))] if run.model.max_images else None
     negative = run.model.negative if run.config.sample.guidance_scale > 1 else None
 
     def one(prompt, negative=None):
@@ -262,13 +261,9 @@ def rollout(run: session.Run, meter: Meter, repeat: int) -> Collected:
 
 
 def first_steps(collected: Collected, num: int) -> Collected:
-    """Return an epoch's samples with their first `num` trained steps only."""
-    tensors = {
-        name: tensor if name in PER_SAMPLE else tensor[:, :num]
-        for name, tensor in collected.tensors.items()
-    }
-    trained = collected.steps.trained[:num]
-    return collected._replace(tensors=tensors, steps=collected.steps._replace(trained=trained))
+    """Return an epoch's samples, of which an update trains the first `num` steps only."""
+    steps = collected.steps
+    return collected._replace(steps=steps._replace(trained=steps.trained[:num]))
 
 
 def train(run: session.Run, meter: Meter, name: str, collected: Collected, scores, repeat=1):
@@ -298,6 +293,7 @@ def train(run: session.Run, meter: Meter, name: str, collected: Collected, score
         optimizer_seconds=watch.seconds,
         ratio_dev_first=metrics["train/ratio_dev_first"],
         grad_norm=metrics["train/grad_norm"],
+        kl=metrics.get("train/kl"),
         **first,
     )
 
@@ -317,6 +313,7 @@ def measure(run: session.Run, meter: Meter, *, repeat: int, short: int) -> None:
         "weights",
         held_gib=meter.held(),
         trained_millions=trained / 1e6,
+        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),
         **{f"{n}_gib": sum(p.nbytes for p in m.parameters()) / GIB for n, m in parts.items()},
     )
     encode(run, meter, 3)
@@ -353,6 +350,8 @@ def main() -> None:
     one_batch(config, given.gpus)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = family_of(config.pretrained.model)
+    if family not in true_pipelines.PARTS and not given.tiny:
+        parser.error(f"the true size of {family} is not in true_pipelines.py")
     meter = Meter(device, given.out, {"preset": config.run_name})
     half = half_precision_dtype(config.mixed_precision)
     parts = (true_pipelines.tiny_parts if given.tiny else true_pipelines.PARTS.get)(family)
@@ -363,7 +362,6 @@ def main() -> None:
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if meter.on_gpu else "cpu",
         cudnn=torch.backends.cudnn.version(),
-        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),
         seconds_to_draw_weights=time.perf_counter() - started,
     )
     with tempfile.TemporaryDirectory() as folder, meter_errors(meter):

@@ -53,7 +53,7 @@ def tiny_parts(family: str) -> dict[str, Callable[[], nn.Module]]:
 
 
 def module(make: Callable[[], nn.Module], dtype: torch.dtype, device) -> nn.Module:
-    """Return `make()` on `device` in `dtype`, save what `from_pretrained` keeps in float32."""
+    """Return `make()` on `device`, in the dtypes that `from_pretrained(dtype=dtype)` gives."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -61,17 +61,20 @@ def module(make: Callable[[], nn.Module], dtype: torch.dtype, device) -> nn.Modu
             made = make().eval()
     finally:
         torch.set_default_dtype(before)
-    return with_float32(made, dtype)
+    return as_loaded(made, dtype)
 
 
-def with_float32(made: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Put what a model keeps in float32 there; transformers does so in fp16 only."""
+def as_loaded(made: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give the weights the dtypes that `from_pretrained` does: some models keep parts in float32.
+
+    transformers heeds that in fp16 only.
+    """
     kept = set(getattr(made, "_keep_in_fp32_modules", None) or ())
     if type(made).__module__.startswith("transformers") and dtype != torch.float16:
         kept = set()
-    for name, parameter in made.named_parameters():
-        if kept & set(name.split(".")):
-            parameter.data = parameter.data.float()
+    for name, tensor in made.state_dict(keep_vars=True).items():  # with what is saved of buffers
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
     return made
 
 

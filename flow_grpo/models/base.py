@@ -58,6 +58,7 @@ class FlowModel(ABC):
     negative: str | None = ""  # of the unguided branch; None: guidance is a number it is told
     guide = staticmethod(classifier_free)  # combines the branches: (negative, positive, scale)
     no_fp16: str = ""  # why the family cannot run in fp16, if it cannot
+    mixed_gradients: bool = False  # attentions of one shape get gradients in several layouts
     max_images: int = 0  # reference images of a prompt, at least 1 if not 0
     task: str = "text-to-image"  # as model hubs call it
     output: str = "images"  # field of the pipeline's output
@@ -76,6 +77,10 @@ class FlowModel(ABC):
             if isinstance(part, nn.Module):
                 part.requires_grad_(False).eval()
         pipeline.to(self.device)
+        if self.mixed_gradients:
+            # PyTorch 2.11 finds cuDNN's backward by the shape and not the layout of the gradient,
+            # and runs the first one's: wrong gradients, NaN or an illegal access (seen on an H200).
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     @classmethod
     def check_config(cls, config) -> None:

@@ -35,6 +35,7 @@ class Flux(FlowModel):
     text_encoders = ("text_encoder", "text_encoder_2")
     lora_targets = (*ATTENTION, *FEED_FORWARD)
     negative = None
+    mixed_gradients = True  # single blocks join attention and feed-forward before they project
     no_fp16 = (
         "FLUX.1 was published in bf16, and some of its activations lie beyond fp16's largest "
         "number (65504), where diffusers clips them"

@@ -27,6 +27,7 @@ class FluxKontext(FlowModel):
     text_encoders = flux.Flux.text_encoders
     lora_targets = (*flux.Flux.lora_targets, "proj_mlp")
     negative = None
+    mixed_gradients = flux.Flux.mixed_gradients
     no_fp16 = flux.Flux.no_fp16
     max_images = 1
     task = "image-to-image"
