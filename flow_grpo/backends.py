@@ -7,21 +7,18 @@ autocast over weights as they were loaded, so a LoRA in float32 stays in float32
 """
 
 import functools
-import logging
 import math
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 
 from flow_grpo.models.loading import half_precision_dtype
-from flow_grpo.processes import without_gpu
+from flow_grpo.processes import launched_for
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Moments = dict[str, Tensor]  # {"<index of the parameter>.<name of the optimizer's>": whole tensor}
@@ -32,39 +29,6 @@ class StepResult(NamedTuple):
 
     grad_norm: float
     skipped: bool
-
-
-def accelerator_of_launch(mixed_precision: str) -> Accelerator:
-    """Return the accelerator of how this process was launched, at the preset's precision.
-
-    Without a device the processes talk through gloo, whatever the launcher takes for granted.
-    """
-    deepspeed, has_device = _asked("DEEPSPEED"), torch.accelerator.is_available()
-    if deepspeed:
-        _quiet_deepspeed(has_device)
-    through = {"backend": "gloo"} if deepspeed and not has_device else {}
-    # One rank downloads, saves or waits for a slow reward while the others wait for it.
-    group = InitProcessGroupKwargs(timeout=timedelta(hours=2), **through)
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision,
-        cpu=without_gpu(),
-        kwargs_handlers=[group],
-    )
-    accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
-    if deepspeed:
-        from transformers.integrations import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()  # or ZeRO 3 would divide every text encoder as it is loaded
-    return accelerator
-
-
-def _quiet_deepspeed(has_device: bool) -> None:
-    """Keep off the screen what DeepSpeed says about the device and torch about DeepSpeed."""
-    if not has_device:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated"
-    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
 
 
 def check(accelerator: Accelerator, mixed_precision: str) -> None:
@@ -87,15 +51,11 @@ def wrap(accelerator, model, config, make_optimizer: MakeOptimizer) -> "Plain":
     return _class(accelerator)(accelerator, model, config, make_optimizer)
 
 
-def _asked(name: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
-
-
 def _class(accelerator) -> type["Plain"]:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stage = accelerator.deepspeed_plugin.zero_stage
         return Zero3 if stage == 3 else Zero
-    if _asked("FSDP") and torch.distributed.is_initialized():
+    if launched_for("FSDP") and torch.distributed.is_initialized():
         return Fsdp2  # accelerate itself would leave it out where there is no device
     return Plain
 
@@ -285,6 +245,10 @@ class Zero(Plain):
             "gradient_clipping": self._max_grad_norm,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+        }
+        # Else ZeRO 3 replaces every linear layer of the process by one that rounds differently.
+        settings["zero_optimization"] = given["zero_optimization"] | {
+            "memory_efficient_linear": False
         }
         self._engine, optimizer, _, _ = deepspeed.initialize(
             model=model.transformer,

@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo import registry
-from flow_grpo.processes import check_processes, say_mistake
+from flow_grpo.processes import accelerator_of_launch, check_processes, say_mistake
 
 logger = logging.getLogger("flow_grpo")
 
@@ -150,7 +150,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
     adapter.check_config(config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
-    from flow_grpo import backends, session
+    from flow_grpo import session
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -161,7 +161,7 @@ def _run(adapter, argv: Sequence[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             sys.stdout.write(_plan(config, plan))
         return 0
-    accelerator = backends.accelerator_of_launch(config.mixed_precision)
+    accelerator = accelerator_of_launch(config.mixed_precision)
     check_processes(accelerator.num_processes)
     return _train(adapter, config, accelerator, given)
 

@@ -1,13 +1,21 @@
-"""Get on with a launcher: did it start what it was asked for, and what does it say of a mistake."""
+"""Get on with a launcher: join what it started, and say of a mistake no more than one line."""
 
 import json
+import logging
 import os
 import sys
 import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
 
 ASKED = "FLOW_GRPO_NUM_PROCESSES"  # by scripts/launch.sh: what its user asked for
 FIRST_SPEAKS_S = 5.0  # for the first process of a machine to say what all of them would
+
+
+def launched_for(kind: str) -> bool:
+    """Return whether `accelerate launch` was told to use "DEEPSPEED" or "FSDP"."""
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
 
 
 def without_gpu() -> bool:
@@ -17,8 +25,43 @@ def without_gpu() -> bool:
     """
     import torch
 
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    return not deepspeed and not torch.accelerator.is_available()
+    return not launched_for("DEEPSPEED") and not torch.accelerator.is_available()
+
+
+def accelerator_of_launch(mixed_precision: str):
+    """Return the accelerator of how this process was launched, at the preset's precision.
+
+    Without a device the processes talk through gloo, whatever the launcher takes for granted.
+    """
+    import torch
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    deepspeed, has_device = launched_for("DEEPSPEED"), torch.accelerator.is_available()
+    if deepspeed:
+        _quiet_deepspeed(has_device)
+    through = {"backend": "gloo"} if deepspeed and not has_device else {}
+    # One rank downloads, saves or waits for a slow reward while the others wait for it.
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=2), **through)
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision,
+        cpu=without_gpu(),
+        kwargs_handlers=[group],
+    )
+    accelerator.gradient_accumulation_steps = 1  # a launcher's would divide every loss
+    if deepspeed:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # or ZeRO 3 would divide every text encoder as it is loaded
+    return accelerator
+
+
+def _quiet_deepspeed(has_device: bool) -> None:
+    """Keep off the screen what DeepSpeed says about the device and torch about DeepSpeed."""
+    if not has_device:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated"
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
 
 
 def check_processes(started: int) -> None:

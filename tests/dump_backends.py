@@ -17,8 +17,9 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 
-from flow_grpo import backends, cli, collecting, evaluation, resume, session, updating
+from flow_grpo import cli, collecting, evaluation, resume, session, updating
 from flow_grpo.models.sd3 import SD3
+from flow_grpo.processes import accelerator_of_launch
 from flow_grpo.progress import progress_bar
 from flow_grpo.run_folder import RunFolder
 
@@ -35,8 +36,8 @@ def _epoch(run) -> dict[str, float]:
 def _build(arguments: list[str]):
     config = cli.parse(["dump_backends.py", *arguments])
     AcceleratorState._reset_state()  # cases differ in their precision
-    accelerator = backends.accelerator_of_launch(config.mixed_precision)
-    plan = session.check_config(config, accelerator.num_processes)
+    accelerator = accelerator_of_launch(config.mixed_precision)
+    plan = session.check_config(config, accelerator.num_processes, adapter=SD3)
     folder = session.main_process(accelerator, lambda: RunFolder(config))
     return session.build(SD3, config, accelerator, plan, folder)
 
@@ -52,6 +53,7 @@ def dump(case: str, arguments: list[str], out: Path) -> None:
     run = _build(arguments)
     if run.is_main:
         run.folder.metrics.touch()
+    _dump_state(run, out / f"{case}-start")
     own = [tuple(tensor.shape) for tensor in run.policy.tensors]
     metrics = [_epoch(run)]
     resume.save(run)
