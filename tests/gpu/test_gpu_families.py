@@ -101,3 +101,42 @@ def test_noise_0_is_the_unpatched_pipeline(name, guided, tiny_dir):
     )  # fmt: skip
     assert (final - stock).abs().max() < 1e-4
     assert (final - x).abs().max() > 0.1
+
+
+def test_flux_learns_by_the_gradients_of_the_plain_attention():
+    """cuDNN's backward is wrong where gradients of one shape have several layouts."""
+    from diffusers import FluxTransformer2DModel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    pipeline = tiny_flux.flux()
+    pipeline.transformer = FluxTransformer2DModel(
+        num_layers=2, num_single_layers=2, num_attention_heads=4, attention_head_dim=128,
+        joint_attention_dim=pipeline.text_encoder_2.config.d_model, pooled_projection_dim=16,
+        in_channels=pipeline.transformer.config.in_channels, guidance_embeds=True,
+    ).to(torch.bfloat16)  # fmt: skip
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    model = families.adapter("flux")(pipeline, torch.device("cuda"), max_sequence_length=48)
+    size = (32 * model.size_unit, 32 * model.size_unit)
+    x = seeds.normal((3, *model.latent_shape(size)), 0, seeds.INITIAL_NOISE).cuda()
+    with torch.no_grad():
+        cond = model.encode(model.transformer, ["a", "b c", "d"], size=size, negative=None)
+    trained = [p for n, p in model.transformer.named_parameters() if "attn.to_q.weight" in n]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+    def gradients():
+        sigma = torch.full((3,), 0.5, device="cuda")
+        velocity = model.velocity(model.transformer, x, sigma, cond, 3.5)
+        return torch.autograd.grad((velocity - x).square().mean(), trained)
+
+    found = gradients()
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = gradients()
+    errors = [
+        float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)
+    ]
+    with open(os.environ.get("GPU_RESULTS", os.devnull), "a") as file:
+        file.write(f"flux gradients, relative error: {max(errors):.3g}\n")
+    assert len(errors) == 4
+    assert max(errors) < 0.05  # bf16; a gradient of another layout is off by more than 1
