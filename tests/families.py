@@ -31,6 +31,8 @@ class Family(NamedTuple):
     guidance_scale: float = 4.0
     sizes: tuple[tuple[int, int], ...] = ((32, 32), (16, 40))  # height and width: square, wide
     absent_targets: frozenset[str] = frozenset()  # of other members of the family
+    # Modules whose adapter has a gradient that is 0.
+    still: frozenset[str] = frozenset()
     # Least root mean square, over every sample, by which another input changes the velocity. All
     # were measured to be 2.4e-2 at least, and a reference image's 5.4e-3; equality is 1e-5.
     effects: Mapping = MappingProxyType({"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2})
@@ -56,6 +58,7 @@ FAMILIES = {
         ("stabilityai/stable-diffusion-3.5-medium", "flow_grpo/assets/tiny_sd3"),
         "train_sd3",
         {"with_t5": True},
+        still=frozenset(("transformer_blocks.1.attn.add_q_proj",)),
         batch_effect=4.8e-6,
     ),
     "flux": Family(
@@ -79,6 +82,8 @@ FAMILIES = {
         "tiny_qwen:own_arguments",
         ("Qwen/Qwen-Image",),
         "train_qwenimage",
+        # The queries of the last block's text: what attention makes of them goes nowhere.
+        still=frozenset(("transformer_blocks.1.attn.add_q_proj",)),
         batch_effect=2.5e-6,
     ),
     "qwenimage_edit": Family(

@@ -94,7 +94,8 @@ class FluxKontext(FlowModel):
     def stock_reference_code(self, size: tuple[int, int]) -> str:
         height, width = size
         return (
-            f'image=PIL.Image.open("IMAGE").convert("RGB").resize(({width}, {height})),\n'
+            f'image=PIL.Image.open("IMAGE").convert("RGB")\n'
+            f"    .resize(({width}, {height}), PIL.Image.Resampling.LANCZOS),\n"
             f"    max_area={height} * {width}, _auto_resize=False,"
         )
 
