@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 PUBLISHED_RESOLUTION = 1024  # of the stock pipelines; side of a square of the same area
 ROUNDING = 32  # height and width of a reference image are multiples of it
 SETUP = """\
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
+import {module} as stock
 
 dimensions = stock.calculate_dimensions  # of reference images, whose area is a constant there
-stock.calculate_dimensions = lambda area, ratio: dimensions({side} * {side}, ratio)
+stock.calculate_dimensions = lambda area, ratio: dimensions(
+    {side} * {side} if area == {published} * {published} else area, ratio
+)
 """
 
 
@@ -119,15 +121,8 @@ class QwenImageEdit(FlowModel):
         **settings,
     ) -> Tensor:
         """As the base's, one prompt a call."""
-        with self._stock_area():
+        with stock_call(self.pipeline, self.reference_resolution):
             return one_by_one(super().stock, prompts, x, images, **settings)
-
-    def _stock_area(self) -> contextlib.AbstractContextManager:
-        names, side = {}, self.reference_resolution
-        if side != PUBLISHED_RESOLUTION:
-            dimensions = stock_module(self.pipeline).calculate_dimensions
-            names["calculate_dimensions"] = lambda area, ratio: dimensions(side * side, ratio)
-        return stock_call(self.pipeline, **names)
 
     def stock_references(self, images: Sequence[Sequence], size: tuple[int, int]) -> dict:
         size = reference_size(self.reference_resolution, size)
@@ -135,8 +130,7 @@ class QwenImageEdit(FlowModel):
         return {"image": image}
 
     def stock_setup(self) -> str:
-        side = self.reference_resolution
-        return "" if side == PUBLISHED_RESOLUTION else SETUP.format(side=side)
+        return stock_setup(self.pipeline, self.reference_resolution)
 
     def stock_reference_code(self, size: tuple[int, int]) -> str:
         return f"image={image_code(reference_size(self.reference_resolution, size))},"
@@ -259,22 +253,35 @@ def stock_module(pipeline):
 
 
 @contextlib.contextmanager
-def stock_call(pipeline, **names) -> Iterator[None]:
+def stock_call(pipeline, side: int) -> Iterator[None]:
     """Within, let the pipeline's own call make reference images as the adapter does.
 
-    Their area is fixed in the pipeline's module, so `names` of it are other values; their pixels
-    get the text encoder's dtype, so a copy of the autoencoder has that too.
+    Their area is a constant in the pipeline's module, so a function there is another unless `side`
+    is the published one; their pixels get the text encoder's dtype, so a copy of the autoencoder
+    has that too.
     """
-    module, vae = stock_module(pipeline), pipeline.vae
-    kept = {name: getattr(module, name) for name in names}
-    dtype = pipeline.text_encoder.dtype
+    module, vae, dtype = stock_module(pipeline), pipeline.vae, pipeline.text_encoder.dtype
+    dimensions, published = module.calculate_dimensions, PUBLISHED_RESOLUTION**2
+
+    def changed(area: int, ratio: float):
+        return dimensions(side * side if area == published else area, ratio)
+
     try:
-        vars(module).update(names)
+        if side != PUBLISHED_RESOLUTION:
+            module.calculate_dimensions = changed
         pipeline.vae = vae if vae.dtype == dtype else copy.deepcopy(vae).to(dtype)
         yield
     finally:
-        vars(module).update(kept)
+        module.calculate_dimensions = dimensions
         pipeline.vae = vae
+
+
+def stock_setup(pipeline, side: int) -> str:
+    """Return the lines of a model card that change the area as `stock_call` does."""
+    if side == PUBLISHED_RESOLUTION:
+        return ""
+    module = stock_module(pipeline).__name__
+    return SETUP.format(module=module, side=side, published=PUBLISHED_RESOLUTION)
 
 
 def image_code(size: tuple[int, int], name: str = '"IMAGE"') -> str:

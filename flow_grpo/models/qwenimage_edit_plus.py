@@ -4,7 +4,6 @@ As `qwenimage_edit`, but for the text encoder, which sees smaller copies (384 * 
 the words "Picture 1:", and so on. All prompts of a set must have the same number of images.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import final
 
@@ -16,12 +15,6 @@ from flow_grpo.models.base import FlowModel
 from flow_grpo.models.loading import load_pipeline
 from flow_grpo.models.qwenimage import QwenImage
 from flow_grpo.models.qwenimage_edit import PUBLISHED_RESOLUTION, reference_size, resized
-
-SETUP = """\
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
-
-stock.VAE_IMAGE_SIZE = {side} * {side}  # area of reference images
-"""
 
 
 @final
@@ -118,22 +111,15 @@ class QwenImageEditPlus(FlowModel):
         **settings,
     ) -> Tensor:
         """As the base's, one prompt a call."""
-        with self._stock_area():
+        with qwenimage_edit.stock_call(self.pipeline, self.reference_resolution):
             return qwenimage_edit.one_by_one(super().stock, prompts, x, images, **settings)
-
-    def _stock_area(self) -> contextlib.AbstractContextManager:
-        names, side = {}, self.reference_resolution
-        if side != PUBLISHED_RESOLUTION:
-            names["VAE_IMAGE_SIZE"] = side * side
-        return qwenimage_edit.stock_call(self.pipeline, **names)
 
     def stock_references(self, images: Sequence[Sequence], size: tuple[int, int]) -> dict:
         size = reference_size(self.reference_resolution, size)
         return {"image": resized(self.pipeline, images[0], size)}
 
     def stock_setup(self) -> str:
-        side = self.reference_resolution
-        return "" if side == PUBLISHED_RESOLUTION else SETUP.format(side=side)
+        return qwenimage_edit.stock_setup(self.pipeline, self.reference_resolution)
 
     def stock_reference_code(self, size: tuple[int, int]) -> str:
         size = reference_size(self.reference_resolution, size)

@@ -26,7 +26,6 @@ from flow_grpo.rollout import sample_trajectory
 NAMES = ("qwenimage_edit", "qwenimage_edit_plus")
 BUILD = {name: getattr(tiny_qwen_edit, name) for name in NAMES}
 STOCK = dict(zip(NAMES, (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus), strict=True))
-AREA_NAME = dict(zip(NAMES, ("calculate_dimensions", "VAE_IMAGE_SIZE"), strict=True))
 SIZE, SIDE, LENGTH = (16, 32), 64, 48  # references of 32 x 96: 64 * 64 pixels, rounded to 32
 PROMPT = "make it red"
 # Both sum the same float32 products in another order: a few units in the last place a step.
@@ -185,7 +184,7 @@ def test_the_pipelines_own_call_leaves_nothing_behind(name):
     model = families.adapter(name)(
         pipeline, "cpu", max_sequence_length=LENGTH, reference_resolution=SIDE
     )
-    vae, before = pipeline.vae, getattr(STOCK[name], AREA_NAME[name])
+    vae, before = pipeline.vae, STOCK[name].calculate_dimensions
     images, call = _images(name), {"size": SIZE, "num_steps": 3, "guidance_scale": 4.0}
     with torch.no_grad():
         stock = model.stock([PROMPT], _noise(model), [images], **call)
@@ -194,14 +193,15 @@ def test_the_pipelines_own_call_leaves_nothing_behind(name):
     assert _rms(stock - final) < 0.05
 
     def failing():
-        with qwenimage_edit.stock_call(pipeline, **{AREA_NAME[name]: None}):
-            assert getattr(STOCK[name], AREA_NAME[name]) is None
+        with qwenimage_edit.stock_call(pipeline, SIDE):
+            assert STOCK[name].calculate_dimensions(1024 * 1024, 1.0)[:2] == (SIDE, SIDE)
+            assert STOCK[name].calculate_dimensions(384 * 384, 1.0)[:2] == (384, 384)
             assert pipeline.vae.dtype == torch.bfloat16
             raise KeyError("no such")
 
     with pytest.raises(KeyError, match="no such"):
         failing()
-    assert getattr(STOCK[name], AREA_NAME[name]) is before
+    assert STOCK[name].calculate_dimensions is before
     assert pipeline.vae is vae
     assert vae.dtype == torch.float32
 
@@ -267,7 +267,7 @@ def edit_run(name, tiny_config, tiny_dir, edit_set, make_run, monkeypatch, tmp_p
 
 
 @both
-def test_a_runs_model_card_gives_its_own_image(name, edit_run, monkeypatch, tmp_path):
+def test_a_runs_model_card_gives_its_own_image(name, edit_run, tmp_path):
     size, model = (32, 32), edit_run.model
     assert trainer.train(edit_run)["ratio_dev_first_max"] == 0.0
     export.write_weights(edit_run, edit_run.policy.exported(), tmp_path / "weights")
@@ -276,13 +276,10 @@ def test_a_runs_model_card_gives_its_own_image(name, edit_run, monkeypatch, tmp_
     with edit_run.policy.weights("ema"):
         own = _sampled(model, cond, 4.0, 4, size, edit_run.policy.velocity)
 
-    # The card changes the area for all of a process.
-    monkeypatch.setattr(STOCK[name], AREA_NAME[name], getattr(STOCK[name], AREA_NAME[name]))
     card = (tmp_path / "weights" / "lora" / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.S)
     files = '", "'.join(map(str, prompt.images))
     code = code.replace("THIS FOLDER", str(tmp_path / "weights" / "lora")).replace("IMAGE", files)
-    code = code.replace(files, "IMAGE", code.count(files) - 1)  # in VAE_IMAGE_SIZE, if there
     code = code.replace("height=32", "output_type='latent', latents=latents, height=32")
     names = {"latents": _noise(model, size).flatten(1, 2)}
     exec(code, names)  # our own text
