@@ -96,6 +96,7 @@ FAMILIES = {
         one_by_one=True,
         sizes=((32, 32), (16, 32)),  # 64 * 64 pixels of these shapes: 64 x 64, 32 x 96
         effects={"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2, "reference": 1e-2},
+        still=frozenset(("transformer_blocks.1.attn.add_q_proj",)),
         batch_effect=4.2e-6,
     ),
     "qwenimage_edit_plus": Family(
@@ -109,6 +110,7 @@ FAMILIES = {
         one_by_one=True,
         sizes=((32, 32), (16, 32)),
         effects={"prompt": 1e-2, "guidance": 1e-2, "sigma": 1e-2, "reference": 1e-2},
+        still=frozenset(("transformer_blocks.1.attn.add_q_proj",)),
         batch_effect=3.2e-6,
     ),
     "wan2_1": Family(

@@ -13,7 +13,6 @@ import yaml
 from launch_scripts import MULTI, ROOT, SCRIPTS, SINGLE, environment, finished, run, start
 
 BIN = Path(sys.executable).parent
-IMPORTED = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "without_torchvision")]
 TRAINS_ON_ONE = "test_a_script_trains_on_this_machine"
 IN_THE_FAST_SUITE = "multi_node/sd3.sh"
 CONFIGURATION = "scripts/accelerate_configs/multi_gpu.yaml"
@@ -43,7 +42,7 @@ def start_small(request):
             script, *arguments, f"--config.pretrained.model={pipeline}",
             f"--config.logdir={folder}", *SMALL,
             path=BIN, cwd=folder, CUDA_VISIBLE_DEVICES="",
-            PYTHONPATH=os.pathsep.join(IMPORTED),
+            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             HF_HOME=str(folder / "hf"),  # no launcher settings of a user
             **settings,
         )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Let processes that tests start make a `Qwen2VLProcessor` without torchvision.
+"""Let processes that tests start make a `Qwen2VLProcessor` where there is no torchvision.
 
-Python imports this file at its start if its folder is on PYTHONPATH. See `tests/tiny_qwen_edit.py`.
+Python imports a file of this name at its start if its folder is on PYTHONPATH, as it is for such
+processes. The reason is in `tests/tiny_qwen_edit.py`.
 """
 
 import importlib.util
