@@ -284,18 +284,11 @@ class Zero(Plain):
         return self.optimizer.single_partition_of_fp32_groups
 
     def moments(self) -> Moments:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        if not self._states:
-            return {}
-        moments = {}
-        for name, value in self._states[0].items():
-            for index, parameter in enumerate(self.parameters):
-                if value.ndim:
-                    moments[f"{index}.{name}"] = safe_get_full_optimizer_state(parameter, name)
-                else:
-                    moments[f"{index}.{name}"] = value.clone()
-        return moments
+        return {
+            f"{index}.{name}": self._moment(parameter, name) if value.ndim else value.clone()
+            for name, value in (self._states[0] if self._states else {}).items()
+            for index, parameter in enumerate(self.parameters)
+        }
 
     def load_moments(self, moments: Moments) -> None:
         for flat in self._flat if moments else ():
@@ -309,14 +302,26 @@ class Zero(Plain):
             if value.ndim:
                 self._load_moment(self.parameters[int(index)], name, value.to(self._flat[0].device))
 
+    def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        whole = torch.zeros(parameter.shape, device=parameter.device)
+        for part, own in self._overlap(parameter, name, whole):
+            part.copy_(own)
+        torch.distributed.all_reduce(whole)
+        return whole
+
     def _load_moment(self, parameter: nn.Parameter, name: str, whole: Tensor) -> None:
-        place = parameter._hp_mapping  # None: another rank optimizes all of it
+        for part, own in self._overlap(parameter, name, whole):
+            own.copy_(part)
+
+    def _overlap(self, parameter: nn.Parameter, name: str, whole: Tensor) -> list[tuple]:
+        """Return [(part of a whole moment, where this rank has it)], or [] where others have it."""
+        place = parameter._hp_mapping
         if place is None:
-            return
+            return []
         inside, outside = place.lp_fragment_address, place.hp_fragment_address
         flat = self.optimizer.optimizer.state[self._flat[place.param_group_index]][name]
-        part = whole.flatten().narrow(0, inside.start, inside.numel)
-        flat.narrow(0, outside.start, outside.numel).copy_(part)
+        part = whole.view(-1).narrow(0, inside.start, inside.numel)
+        return [(part, flat.narrow(0, outside.start, outside.numel))]
 
 
 class Zero3(Zero):
@@ -347,6 +352,11 @@ class Zero3(Zero):
 
     def before_swap(self) -> None:
         self._engine.empty_partition_cache()  # what is still whole would hide what is written
+
+    def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(parameter, name)
 
     def _load_moment(self, parameter: nn.Parameter, name: str, whole: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state

@@ -57,11 +57,15 @@ def accelerator_of_launch(mixed_precision: str):
 
 def _quiet_deepspeed(has_device: bool) -> None:
     """Keep off the screen what DeepSpeed says about the device and torch about DeepSpeed."""
-    if not has_device:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deprecated = r"`torch\.distributed\.\w+_tensor` is deprecated"
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+    if not has_device:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed.ops
+
+        # Else it is compiled at the start, which needs a compiler; gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def check_processes(started: int) -> None:

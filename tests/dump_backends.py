@@ -1,11 +1,11 @@
 """Train, save and resume on the back-end of the launch, and save the states; for test_backends.py.
 
-    accelerate launch --config_file FILE.yaml tests/dump_backends.py OUT CASES.json
+    accelerate launch --config_file FILE.yaml tests/dump_backends.py OUT CASES.json [OTHER]
 
 CASES.json holds {case: command line}. Every case trains two epochs, saving after the first, and is
-then resumed from there for the second one. The main process writes OUT/<case>-<kind>.safetensors
-of the last state, OUT/<case>-resumed-<kind>.safetensors of the resumed run's, the names and shapes
-of what it left, and OUT/<case>.json with metrics.
+then resumed from there for the second one. The main process writes OUT/<case>-<when>-<kind> of the
+states: `start`, `end`, `resumed` (the end of the resumed run) and, if another OUT is named, `moved`
+(what is read from its checkpoint); each rank writes OUT/<case>-<rank>.json.
 """
 
 import json
@@ -35,7 +35,8 @@ def _epoch(run) -> dict[str, float]:
 
 def _build(arguments: list[str]):
     config = cli.parse(["dump_backends.py", *arguments])
-    AcceleratorState._reset_state()  # cases differ in their precision
+    if AcceleratorState._shared_state.get("_mixed_precision") not in (None, config.mixed_precision):
+        AcceleratorState._reset_state()  # cases differ in their precision
     accelerator = accelerator_of_launch(config.mixed_precision)
     plan = session.check_config(config, accelerator.num_processes, adapter=SD3)
     folder = session.main_process(accelerator, lambda: RunFolder(config))
@@ -48,36 +49,63 @@ def _close(run) -> None:
         run.folder.close()
 
 
-def dump(case: str, arguments: list[str], out: Path) -> None:
+def dump(case: str, arguments: list[str], out: Path, other: Path | None) -> None:
     """Run one configuration."""
     run = _build(arguments)
     if run.is_main:
         run.folder.metrics.touch()
     _dump_state(run, out / f"{case}-start")
-    own = [tuple(tensor.shape) for tensor in run.policy.tensors]
+    shares = [tensor.numel() for tensor in run.policy.tensors]
+    dtypes = sorted({str(p.dtype) for p in run.model.transformer.parameters()})
     metrics = [_epoch(run)]
     resume.save(run)
     metrics.append(_epoch(run))
-    _dump_state(run, out / case)
+    _dump_state(run, out / f"{case}-end")
     _close(run)
-    again = _build(arguments)
-    resume.restore(again)
-    assert again.state.epoch == 1
+    again = _resumed(arguments)
     metrics.append(_epoch(again))
     _dump_state(again, out / f"{case}-resumed")
+    refused = _refused_gradient(again)
     _close(again)
+    if other is not None:
+        path = other / "runs" / case / "checkpoints" / "checkpoint-1"
+        named = [f"--config.run_name={case}-moved", f"--config.resume_from={path}"]
+        moved = _resumed([*arguments, *named])
+        _dump_state(moved, out / f"{case}-moved")
+        _close(moved)
     told = {
+        "refused": refused,
         "metrics": metrics,
-        "backend": type(run.policy._backend).__name__,
-        "numbers": [sum(map(_product, own)), run.policy.num_trained],
-        "dtypes": sorted({str(p.dtype) for p in run.model.transformer.parameters()}),
+        "share": sum(shares),
+        "whole": run.policy.num_trained,
     }
-    rank = run.accelerator.process_index
-    (out / f"{case}-{rank}.json").write_text(json.dumps(told))
+    told |= {"backend": type(run.policy._backend).__name__, "dtypes": dtypes}
+    (out / f"{case}-{run.accelerator.process_index}.json").write_text(json.dumps(told))
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def _refused_gradient(run) -> str:
+    """Return what is said of a gradient that is not finite; the weights must stay as they were."""
+    policy, device = run.policy, run.accelerator.device
+    before = [tensor.clone() for tensor in policy.tensors]
+    x = torch.ones(2, *run.model.latent_shape(run.size), device=device)
+    cond = run.prompt_cache([prompt.prompt for prompt in run.prompts[:2]], device)
+    with policy.accumulate(sync=True):
+        v = policy.velocity(x, torch.full((2,), 0.5, device=device), cond, 1.0)
+        policy.backward(v.sum() * torch.nan)
+    try:
+        policy.step(run.state.update, 1e-3)
+        said = "nothing"
+    except FloatingPointError as error:
+        said = str(error)
+    assert all(map(torch.equal, policy.tensors, before))
+    return said
+
+
+def _resumed(arguments: list[str]):
+    run = _build(arguments)
+    resume.restore(run)
+    assert run.state.epoch == 1
+    return run
 
 
 def _dump_state(run, stem: Path) -> None:
@@ -88,8 +116,9 @@ def _dump_state(run, stem: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name, line in json.loads(Path(sys.argv[2]).read_text()).items():
-        dump(name, line, Path(sys.argv[1]))
+    out, cases, *other = map(Path, sys.argv[1:])
+    for name, line in json.loads(cases.read_text()).items():
+        dump(name, line, out, other[0] if other else None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     # Gloo's threads sometimes abort the interpreter's own end, after all work is done.
