@@ -85,6 +85,12 @@ def test_an_image_depends_on_seed_prompt_and_place_only(run, tmp_path):
     assert np.abs(whole["000_00.png"] - whole["000_01.png"]).max() > 10
 
 
+def test_a_prompt_that_is_given_twice_gives_other_images(run, tmp_path):
+    run("--prompt", "a", "--prompt", "a", "--num_images", "1", "--out", "two")
+    first, second = _pixels(tmp_path / "two").values()
+    assert np.abs(first - second).max() > 10
+
+
 def test_an_adapter_changes_the_images_in_whatever_form_it_comes(run, script, tmp_path):
     folder = _adapter(tmp_path / "checkpoint-3" / "lora")
     for place, name in (
@@ -255,6 +261,17 @@ def test_a_base_model_has_its_familys_settings(settings_of, tiny_dir):
     assert config.pretrained.model == tiny_dir("wan2_1")
     config = settings_of("--pretrained", tiny_dir("wan2_1"), "--resolution", "64")
     assert (config.resolution, config.width) == (64, 0)  # a square
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "expected"),
+    [(False, (), "no"), (True, (), "bf16"), (False, ("--mixed_precision", "fp16"), "fp16")],
+)
+def test_the_precision_is_the_familys_on_a_gpu(
+    gpu, given, expected, settings_of, tiny_dir, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert settings_of("--pretrained", tiny_dir("flux"), *given).mixed_precision == expected
 
 
 def test_without_a_model_it_is_the_shipped_one(settings_of):
