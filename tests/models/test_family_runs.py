@@ -55,15 +55,29 @@ def no_report(monkeypatch):
     monkeypatch.setattr(trainer, "write_report", lambda *args, **kwargs: None)
 
 
+def _edit_set(edit_set: Path, folder: Path, count: int) -> Path:
+    """Write prompts with `count` images each of `edit_set` below `folder`."""
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        files = [str(edit_set / split / f"{i}.png") for i in range(3)]
+        images = [[files[i - j] for j in range(count)] for i in range(3)]
+        lines = [json.dumps({"prompt": "make it red", "image": own}) for own in images]
+        (folder / f"{split}_metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
 @pytest.fixture
 def arguments(tiny_dir, edit_set, tmp_path):
     """Return a function that returns the command line of a small run of a family."""
 
     def call(name: str, algorithm: str = "grpo", **changes) -> list[str]:
-        data = {"dataset": edit_set, "prompt_fn": "geneval"}
+        count, data = FAMILIES[name].references, {}
+        if count:
+            folder = _edit_set(edit_set, tmp_path / "edits", count)
+            data = {"dataset": folder, "prompt_fn": "geneval"}
         settings = {
             **families.values(name, tiny_dir(name)), "logdir": tmp_path, "run_name": "run",
-            **(data if FAMILIES[name].references else {}),
+            **data,
             "num_epochs": 1, "trackers": "none", "eval_freq": 1, "save_freq": 1,
             "reward_fn": "odd_rewards:Contrast:1.0", "reward.num_workers": 1,
             "sample.groups_per_epoch": 2, "sample.group_size": 2, "sample.batch_size": 4,
@@ -169,8 +183,9 @@ def test_the_model_cards_code_makes_the_policys_image_in_plain_diffusers(
 ):
     run, _ = trained(name)
     model, prompt = run.model, run.eval_prompts[0]
-    file = edit_set / "test" / "2.png"  # of another shape than the image to make
-    images = [[open_image(file)]] if model.max_images else None
+    # Of other shapes than the image to make.
+    files = [edit_set / "test" / f"{i}.png" for i in (2, 1)][: FAMILIES[name].references]
+    images = [[open_image(file) for file in files]] if files else None
     x = seeds.normal((1, *model.latent_shape(run.size)), 0, seeds.EVAL_NOISE)
     wanted = _own_image(run, name, x, prompt.prompt, images)
     folder = _lora(run.folder.path, 1)
@@ -186,8 +201,7 @@ def test_the_model_cards_code_makes_the_policys_image_in_plain_diffusers(
 
     monkeypatch.setattr(cls, "__call__", from_x)
     code = code.replace("THIS FOLDER", str(folder))
-    if images:
-        code = code.replace("IMAGE", str(file))
+    code = code.replace("IMAGE", '", "'.join(map(str, files)))
 
     def plain(code: str) -> torch.Tensor:
         names = {}
