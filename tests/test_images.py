@@ -135,6 +135,8 @@ def test_the_number_of_images_is_the_familys():
         images.check_counts([prompt(1), prompt(0)], "Family", 1)
     with pytest.raises(ValueError, match=r"f.jsonl:7: 4 reference images, .* takes 1 to 3 ref"):
         images.check_counts([prompt(4)], "Family", 3)
+    with pytest.raises(ValueError, match=r"f.jsonl:7: 2 reference images, but 3 in .* same number"):
+        images.check_counts([prompt(3), prompt(2)], "Family", 3)
 
 
 def test_only_a_family_that_edits_decodes_images(broken_set, tiny_config, caplog, monkeypatch):
