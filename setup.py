@@ -41,14 +41,13 @@ BASE = [
     "protobuf>=5.0",
 ]
 
-DEEPSPEED = "deepspeed>=0.19"  # the series that the tests run with
 EXTRAS = {
-    "deepspeed": [DEEPSPEED],
+    "deepspeed": ["deepspeed>=0.19"],
     "swanlab": ["swanlab>=0.7"],  # needs protobuf < 7
     "trackio": ["trackio>=0.20"],  # needs pillow < 13
     "edit": ["torchvision>=0.22"],  # for the processor of Qwen-Image-Edit; it fixes torch's version
     "quant": ["bitsandbytes>=0.48"],
-    "test": ["pytest>=8.0", "ruff>=0.12", DEEPSPEED],
+    "test": ["pytest>=8.0", "ruff>=0.12", "deepspeed>=0.19"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
 
