@@ -190,6 +190,8 @@ def test_a_rank_holds_its_share_and_a_lora_stays_in_float32(launched):
             assert max(shares) < 0.6 * whole
         else:
             assert shares == [whole, whole]
+        blocks_and_rest = 2 + 1
+        assert ranks[0]["groups"] == (blocks_and_rest if launched.name == "fsdp" else 0)
         precise = ["torch.float32"] if case != "bf16" else ["torch.bfloat16", "torch.float32"]
         assert ranks[0]["dtypes"] == precise
     for tensor in state(launched, "bf16", "end", "parameters").values():
