@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 
 from flow_grpo import cli, collecting, evaluation, resume, session, updating
 from flow_grpo.models.sd3 import SD3
@@ -79,7 +80,8 @@ def dump(case: str, arguments: list[str], out: Path, other: Path | None) -> None
         "share": sum(shares),
         "whole": run.policy.num_trained,
     }
-    told |= {"backend": type(run.policy._backend).__name__, "dtypes": dtypes}
+    groups = sum(isinstance(module, FSDPModule) for module in run.model.transformer.modules())
+    told |= {"backend": type(run.policy._backend).__name__, "dtypes": dtypes, "groups": groups}
     (out / f"{case}-{run.accelerator.process_index}.json").write_text(json.dumps(told))
 
 
