@@ -204,7 +204,7 @@ def test_foreign_vocabulary_stays_in_the_compatibility_layer():
 def test_every_plugin_has_a_test(folder):
     tests = _sources("tests")
     imported = set().union(*map(_imports, tests))
-    imported |= {f"flow_grpo.models.{name}" for name in FAMILIES}  # test_contract.py has them all
+    imported |= {f"flow_grpo.models.{name}" for name in FAMILIES}  # the contract has them
     untested = [
         _name(path)
         for path in _sources(f"flow_grpo/{folder}")
