@@ -43,7 +43,7 @@ class Toy(FlowModel):
     """Adapt `Gaussian`; there is nothing to load."""
 
     pipeline_class, family, lora_targets, block_class = "Toy", "toy", (), "Gaussian"
-    pipeline, dtype = None, torch.float32
+    pipeline, dtype, size_unit = None, torch.float32, 1
 
     def __init__(self):
         self._transformer = Gaussian()
@@ -56,11 +56,8 @@ class Toy(FlowModel):
     def transformer(self):
         return self._transformer
 
-    def check_size(self, size):
-        pass
-
-    def encode(self, module, prompts, images=None, *, size, negative):
-        return Cond({"place": torch.tensor([int(prompt or 0) for prompt in prompts])})
+    def encode_text(self, text, images, size):
+        return {"place": torch.tensor([int(text or 0)])}
 
     def latent_shape(self, size):
         return SHAPE
@@ -68,7 +65,7 @@ class Toy(FlowModel):
     def sigmas(self, num_steps, size):
         return torch.linspace(1, 0, num_steps + 1)
 
-    def velocity(self, module, x, sigma, cond, guidance_scale):
+    def forward(self, module, x, sigma, cond, guidance_scale):
         assert guidance_scale == 1.0
         return module(x, sigma, cond["place"])
 
