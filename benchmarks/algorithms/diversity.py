@@ -20,12 +20,16 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
+from config import models  # noqa: E402
+from config.base import locked_config  # noqa: E402
 from flow_grpo import seeds  # noqa: E402
 from flow_grpo.data import load_prompts  # noqa: E402
 from flow_grpo.models.loading import quiet_libraries  # noqa: E402
+from flow_grpo.models.sd3 import SD3  # noqa: E402
 from flow_grpo.registry import metric_name  # noqa: E402
 from flow_grpo.rewards.base import Samples  # noqa: E402
 from flow_grpo.rewards.client import RewardClient  # noqa: E402
+from flow_grpo.settings import image_size  # noqa: E402
 
 REWARDS = (
     "ocr",
@@ -62,31 +66,31 @@ def main() -> None:
 
 def sample(folder: str, prompts: list[str], args: argparse.Namespace) -> Tensor:
     """Return images (prompts * num_images, 3, h, w) in [0, 1], one prompt's together."""
-    script = _sample_script()
-    settings = dict(script.DEFAULTS)
-    pipeline = script.load(settings, torch.float32)
+    config = locked_config()
+    models.tiny_sd3(config)
+    model = SD3.load(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if folder:
-        script.attach(pipeline, folder)
-    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    pipeline.set_progress_bar_config(disable=True)
+        _sample_script().attach(model.pipeline, folder)
+    size = image_size(config)
     places = list(itertools.product(range(len(prompts)), range(args.num_images)))
     images = []
     for start in range(0, len(places), 128):
         part = places[start : start + 128]
-        made = pipeline(
+        noise = torch.stack([
+            seeds.normal(
+                model.latent_shape(size), args.seed, seeds.EVAL_NOISE, group=place, member=member
+            )
+            for place, member in part
+        ])  # fmt: skip
+        final = model.stock(
             [prompts[place] for place, _ in part],
-            height=settings["resolution"],
-            width=settings["resolution"],
-            num_inference_steps=args.num_steps,
+            noise.to(model.device),
+            size=size,
+            num_steps=args.num_steps,
             guidance_scale=args.guidance_scale,
-            max_sequence_length=settings["max_sequence_length"],
-            generator=[
-                seeds.generator(args.seed, seeds.EVAL_NOISE, group=place, member=member)
-                for place, member in part
-            ],
-            output_type="pt",
         )
-        images.append(made.images.float().cpu())
+        with torch.no_grad():
+            images.append(model.decode(final).cpu())
     return torch.cat(images)
 
 
