@@ -46,7 +46,7 @@ def update(run: Run, collected: Collected, scores: Scores) -> dict[str, float]:
 def _updates(run: Run, collected: Collected, scores: Scores, advantages: Tensor) -> list[Rows]:
     """Return the rows of each optimizer step of the epoch."""
     train, num_steps = run.config.train, len(collected.steps.trained)
-    levels = run.model.sigmas(NUM_LEVELS, run.size)[:-1]
+    levels = run.model.noise_levels(NUM_LEVELS, run.config.sample.num_steps, run.size)
     generator = seeds.generator(run.config.seed, seeds.ROWS, run.state.epoch)
     updates = []
     for inner in range(train.num_inner_epochs):

@@ -220,6 +220,10 @@ class FlowModel(ABC):
     def sigmas(self, num_steps: int, size: tuple[int, int]) -> Tensor:
         """Return the scheduler's own sigmas (num_steps + 1,), 1 ... 0, float32 on the CPU."""
 
+    def noise_levels(self, num_levels: int, num_steps: int, size: tuple[int, int]) -> Tensor:
+        """Return (num_levels,) sigmas, from 1 down, of the schedule that `num_steps` steps have."""
+        return self.sigmas(num_levels, size)[:-1]
+
     def velocity(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, guidance_scale: float
     ) -> Tensor:

@@ -64,11 +64,20 @@ class Flux2Klein(FlowModel):
         return (self.transformer.config.in_channels, *(n // self.size_unit for n in size))
 
     def sigmas(self, num_steps: int, size: tuple[int, int]) -> Tensor:
+        mu = self._shift(num_steps, size)
+        return scheduler_sigmas(self.pipeline.scheduler, num_steps, mu=mu, linear=True)
+
+    def noise_levels(self, num_levels: int, num_steps: int, size: tuple[int, int]) -> Tensor:
+        """As the base's, at the shift of `num_steps`: that of 1000 steps would leave no noise."""
+        mu = self._shift(num_steps, size)
+        return scheduler_sigmas(self.pipeline.scheduler, num_levels, mu=mu, linear=True)[:-1]
+
+    def _shift(self, num_steps: int, size: tuple[int, int]) -> float:
+        """Return the pipeline's shift, a line through those of 10 and of 200 steps."""
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
         _, height, width = self.latent_shape(size)
-        shift = compute_empirical_mu(image_seq_len=height * width, num_steps=num_steps)
-        return scheduler_sigmas(self.pipeline.scheduler, num_steps, mu=shift, linear=True)
+        return compute_empirical_mu(image_seq_len=height * width, num_steps=num_steps)
 
     def forward(
         self,

@@ -349,3 +349,15 @@ def test_the_ratio_of_an_unchanged_policy_is_exactly_1(name, build, checkpointin
         policy.assign([1.1 * p for p in before])
         assert (log_ratios(kind, kept).abs() > 1e-6).all(), "another policy has another ratio"
         policy.assign(before)
+
+
+@every_family
+def test_levels_to_learn_at_are_those_of_the_sampling_schedule(subject):
+    """A rollout's sigmas lie among them, however many there are and whatever shifts them."""
+    num_steps, size = 10, (512, 512)
+    levels = subject.model.noise_levels(1000, num_steps, size)
+    assert levels.shape == (1000,)
+    assert levels[0] == 1 and (levels.diff() < 0).all() and levels[-1] > 0
+    sigmas = subject.model.sigmas(num_steps, size)[:-1]
+    # Half of both are noisier; schedulers differ in where they end (at most 0.07 of it).
+    assert abs(levels.median() - sigmas.median()) < 0.1
