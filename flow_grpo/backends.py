@@ -9,7 +9,7 @@ autocast over weights as they were loaded, so a LoRA in float32 stays in float32
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class Plain:
     def __init__(self, accelerator, model, config, make_optimizer: MakeOptimizer):
         self.accelerator, self._max_grad_norm = accelerator, config.train.max_grad_norm
         self._dtype = half_precision_dtype(config.mixed_precision)
+        self._use_lora = config.use_lora
         self.module, self.optimizer = self._prepare(model, make_optimizer)
         self.parameters = trained(model.transformer)
 
@@ -121,14 +122,12 @@ class Plain:
     def _clip(self) -> Tensor:
         return self.accelerator.clip_grad_norm_(self.parameters, self._max_grad_norm)
 
-    def moments(self) -> Moments:
-        """Return the optimizer's state, whole; all ranks must call it."""
-        state = self.optimizer.state_dict()["state"]
-        return {
-            f"{index}.{name}": value if value.ndim == 0 else self._whole_moment(index, value)
-            for index, entry in state.items()
-            for name, value in entry.items()
-        }
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's state, whole, one tensor at a time; all ranks must take it all."""
+        for index, entry in self.optimizer.state_dict()["state"].items():
+            for name, value in entry.items():
+                whole = value if value.ndim == 0 else self._whole_moment(index, value)
+                yield f"{index}.{name}", whole
 
     def _whole_moment(self, index: int, value: Tensor) -> Tensor:
         return self.whole(self.parameters[index], value)
@@ -220,7 +219,8 @@ class Fsdp2(Plain):
                 module.reshard()
 
     def accumulate(self, *, sync: bool):
-        self.module.set_requires_gradient_sync(sync)
+        # What waits for its sum is whole on every rank: little of a LoRA, else a whole model.
+        self.module.set_requires_gradient_sync(sync or not self._use_lora)
         return nullcontext()
 
     def _clip(self) -> Tensor:
@@ -283,12 +283,11 @@ class Zero(Plain):
     def _flat(self) -> list[Tensor]:
         return self.optimizer.single_partition_of_fp32_groups
 
-    def moments(self) -> Moments:
-        return {
-            f"{index}.{name}": self._moment(parameter, name) if value.ndim else value.clone()
-            for name, value in (self._states[0] if self._states else {}).items()
-            for index, parameter in enumerate(self.parameters)
-        }
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in (self._states[0] if self._states else {}).items():
+            for index, parameter in enumerate(self.parameters):
+                whole = self._moment(parameter, name) if value.ndim else value.clone()
+                yield f"{index}.{name}", whole
 
     def load_moments(self, moments: Moments) -> None:
         for flat in self._flat if moments else ():

@@ -9,7 +9,7 @@ import math
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flow_grpo import backends, lora, seeds
 from flow_grpo.backends import StepResult
@@ -230,8 +230,10 @@ class Policy:
         for kind, tensors in self.alternatives.items():
             parts = zip(named, tensors, strict=True)
             state[kind] = self._gathered({name: (p, local) for (name, p), local in parts})
-        moments = self._backend.moments()
-        state["optimizer"] = {k: v.cpu() for k, v in moments.items()} if self._is_main else {}
+        state["optimizer"] = {}
+        for name, moment in self._backend.moments():  # together they may not fit on a device
+            if self._is_main:
+                state["optimizer"][name] = moment.cpu()
         return state
 
     @property
@@ -287,12 +289,22 @@ class Policy:
             images = [(Image.new("RGB", size[::-1]),)]
         cond = model.encode(transformer, [""], images, size=size, negative=None)
         sigma = torch.full((1,), 0.5, device=device)
+        used: set[nn.Parameter] = set()
+
+        def note(parameter: nn.Parameter) -> None:
+            used.add(parameter)
+            parameter.grad = None  # all of them may not fit on a device: nothing is divided yet
+
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in backends.trained(transformer)]
         with torch.enable_grad():
             model.velocity(transformer, x, sigma, cond, 1.0).square().mean().backward()
-        unused = []
-        for name, parameter in transformer.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.requires_grad_(False)
-                unused.append(name)
-            parameter.grad = None
-        return unused
+        for hook in hooks:
+            hook.remove()
+        unused = {
+            name: p
+            for name, p in transformer.named_parameters()
+            if p.requires_grad and p not in used
+        }
+        for parameter in unused.values():
+            parameter.requires_grad_(False)
+        return list(unused)

@@ -267,3 +267,15 @@ def test_the_first_fsdp_is_refused(monkeypatch):
         backends.check(accelerator(DistributedType.MULTI_GPU), "fp16")
     monkeypatch.setenv("FSDP_VERSION", "2")
     backends.check(accelerator(DistributedType.MULTI_GPU), "fp16")
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_fsdp_divides_a_whole_models_gradient_after_every_backward(use_lora):
+    """What waits for its sum is whole on every rank, which only a LoRA's may be."""
+    asked = []
+    fsdp = object.__new__(backends.Fsdp2)
+    fsdp.module = SimpleNamespace(set_requires_gradient_sync=asked.append)
+    fsdp._use_lora = use_lora
+    for sync in (False, True):
+        fsdp.accumulate(sync=sync)
+    assert asked == [not use_lora, True]

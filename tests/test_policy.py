@@ -287,3 +287,48 @@ def test_parameters_without_a_gradient_are_frozen_and_listed(build, tiny_config,
     assert not set(idle) & set(policy.names)
     _loss(policy).backward()
     assert all(p.grad is not None for p in policy.parameters)
+
+
+def test_the_probe_of_full_training_holds_one_gradient_at_a_time(tiny_config):
+    """It runs before a back-end divides anything; all gradients are as large as the model."""
+    tiny_config.unlock().use_lora = False
+    model, most = SD3.load(tiny_config, torch.device("cpu")), []
+    parameters = list(model.transformer.parameters())
+    for parameter in parameters:
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(
+            lambda _: most.append(sum(p.grad is not None for p in parameters))
+        )
+    policy = Policy(model, tiny_config, Accelerator(cpu=True))
+    assert max(most) == 1
+    assert len(most) == len(policy.names) == len(parameters) - len(policy.frozen)
+    assert all(p.grad is None for p in parameters)
+
+
+def test_a_state_is_gathered_one_moment_at_a_time(build, monkeypatch):
+    """Each is whole on the device until it is on the host; together they may not fit."""
+    policy = build()
+
+    class Whole:
+        """Stand for a whole tensor on the device."""
+
+        now = most = 0
+
+        def __init__(self):
+            Whole.now += 1
+            Whole.most = max(Whole.most, Whole.now)
+
+        def __del__(self):
+            Whole.now -= 1
+
+        def cpu(self) -> torch.Tensor:
+            return torch.zeros(1)
+
+    backend = policy._backend
+    loss = _loss(policy)
+    policy.backward(loss)
+    policy.step(0, 1e-3)
+    monkeypatch.setattr(backend, "_whole_moment", lambda index, value: Whole())
+    state = policy.state()["optimizer"]
+    names = {"step", "exp_avg", "exp_avg_sq"}
+    assert state.keys() == {f"{i}.{n}" for i in range(len(policy.names)) for n in names}
+    assert Whole.most <= 2, "the one in hand and the next"
