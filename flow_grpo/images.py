@@ -15,6 +15,7 @@ from flow_grpo.data import Prompt
 logger = logging.getLogger(__name__)
 
 UNREADABLE = ("stop", "skip")
+DEEP = ("I", "F")  # first letter of PIL's modes of more than 8 bits, which it would clip
 
 
 def open_image(path: Path):
@@ -27,8 +28,12 @@ def open_image(path: Path):
 
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(DEEP):
+                raise ValueError(f"it is grey of more than 8 bits ({image.mode}); save it as RGB")
             return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (
+        OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError
+    ) as error:  # fmt: skip
         if not path.is_file():
             raise ValueError(f"reference image {path} does not exist") from error
         raise ValueError(f"reference image {path} cannot be read: {error}") from error

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny_flux
 import torch
@@ -204,3 +205,26 @@ def test_files_of_one_content_have_one_digest(tmp_path):
     assert a == b != c
     with pytest.raises(ValueError, match=r"reference image .*d.png cannot be read"):
         images.content_digest(tmp_path / "d.png")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("uint16", "a.png"), ("uint16", "a.tif"), ("int32", "a.tif"), ("float32", "a.tif")],
+)
+def test_grey_of_more_than_8_bits_is_refused_not_clipped_to_white(dtype, name, tmp_path):
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8).astype(dtype)
+    Image.fromarray(ramp).save(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: it is grey of more than 8 bits"):
+        images.open_image(tmp_path / name)
+
+
+def test_what_a_decoder_of_any_kind_raises_is_an_unreadable_image(tmp_path, monkeypatch):
+    """AVIF's raises RuntimeError, which is no OSError."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+
+    def decode(self, *args, **kwargs):
+        raise RuntimeError("Failed to decode frame 0")
+
+    monkeypatch.setattr(Image.Image, "convert", decode)
+    with pytest.raises(ValueError, match=r"a\.png cannot be read: Failed to decode frame 0"):
+        images.open_image(tmp_path / "a.png")
