@@ -35,6 +35,9 @@ CHOICES = {
     "control": ("none", "permute_rewards", "flip_advantages"),
 }
 AT_LEAST = {
+    "resolution": 1,
+    "width": 0,
+    "num_frames": 1,
     "num_epochs": 1,
     "eval_freq": 1,
     "save_freq": 1,

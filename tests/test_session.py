@@ -61,6 +61,8 @@ def test_a_reward_of_edits_is_refused_where_nothing_is_edited(tiny_arguments, tr
     [
         ("mixed_precision=fp8", "must be one of no, fp16, bf16"),
         ("train.lora_rank=0", "must be finite and at least 1"),
+        ("resolution=-512", "resolution (-512) must be finite and at least 1"),
+        ("width=-1", "width (-1) must be finite and at least 0"),
         ("pretrained.model=/nowhere", "is no folder here"),
     ],
 )

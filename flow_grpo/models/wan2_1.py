@@ -11,6 +11,8 @@ from flow_grpo.models.base import FlowModel
 from flow_grpo.models.loading import load_pipeline
 from flow_grpo.models.schedulers import scheduler_sigmas
 
+FRAMES_OF_A_LATENT = 4  # of every published autoencoder; a loaded one's own is checked again
+
 
 @final
 class Wan21(FlowModel):
@@ -45,6 +47,11 @@ class Wan21(FlowModel):
         super().__init__(pipeline, device, max_sequence_length=max_sequence_length)
         self.num_frames = _checked_frames(num_frames, pipeline.vae_scale_factor_temporal)
         pipeline.scheduler = _euler(pipeline.scheduler)
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        super().check_config(config)
+        _checked_frames(config.num_frames, FRAMES_OF_A_LATENT)
 
     @classmethod
     def inspect(cls, path: str, index: dict, config) -> dict:

@@ -7,6 +7,7 @@ import tiny_wan
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from config.base import locked_config
 from flow_grpo import seeds
 from flow_grpo.models.wan2_1 import Wan21
 
@@ -116,3 +117,12 @@ def test_the_adapter_lies_in_both_attentions_of_every_block(adapter_modules):
     parts = ("to_k", "to_q", "to_v", "to_out.0")
     assert found == {f"blocks.{i}.attn{j}.{p}" for i in (0, 1) for j in (1, 2) for p in parts}
     assert unused == set()
+
+
+def test_a_number_of_frames_is_checked_before_anything_is_loaded():
+    config = locked_config()
+    config.mixed_precision, config.num_frames = "bf16", 34
+    with pytest.raises(ValueError, match=r"num_frames \(34\) .* nearest valid: 33$"):
+        Wan21.check_config(config)
+    config.num_frames = 33
+    Wan21.check_config(config)
