@@ -126,7 +126,7 @@ PUBLISHED = {
     ("grpo", "general_ocr_sd3_1gpu"): (1, 8, 8, 8, 4),
     ("grpo", "pickscore_flux"): (32, 3, 24, 12, 6),
     ("grpo", "pickscore_flux_8gpu"): (8, 3, 24, 48, 24),
-    ("grpo", "counting_flux_kontext"): (28, 3, 21, 12, 6),
+    ("grpo", "counting_flux_kontext"): (28, 2, 21, 18, 9),  # published: batches of 3
     ("grpo", "geneval_flux_fast"): (32, 3, 24, 12, 6),
     ("grpo", "pickscore_flux_fast"): (32, 3, 24, 12, 6),
     ("grpo_guard", "general_ocr_sd3_rationorm"): (16, 9, 24, 8, 4),
