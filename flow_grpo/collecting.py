@@ -82,12 +82,17 @@ class Rollout(NamedTuple):
         Returns:
             {first sample that shares it: x (*latent)}.
         """
-        size = self.run.plan.batch_size
+        size, num = self.run.plan.batch_size, self.run.plan.samples_per_rank
         firsts = list(dict.fromkeys(self.first_of(n) for n in numbers))
+        # Where the weights are divided over the ranks, all of them must run as many forwards.
+        most = max(
+            len({self.first_of(n) for n in range(start, start + num)})
+            for start in range(0, self.run.plan.samples_per_epoch, num)
+        )
         found = {}
-        for start in range(0, len(firsts), size):
+        for start in range(0, most, size):
             part = firsts[start : start + size]
-            padded = part + part[:1] * (size - len(part))  # one batch shape, as everywhere
+            padded = part + firsts[:1] * (size - len(part))  # one batch shape, as everywhere
             x = sample_trajectory(
                 self.velocity(padded),
                 self.initial(padded),

@@ -168,6 +168,17 @@ def test_ranks_that_cut_a_mini_group_run_its_prefix_each_and_sample_the_same(
     assert [part.distinct(0) for part in (whole, *parts)] == [3, 2, 2]
 
 
+def test_ranks_that_cut_a_mini_group_run_as_many_forwards(branching_config, make_run):
+    """FSDP and ZeRO 3 gather a layer's weights from all ranks: a forward of one alone hangs."""
+    # 3 groups of 4 on 4 ranks: the middle ones have members of two groups, the others of one.
+    branching_config.sample.groups_per_epoch, branching_config.sample.batch_size = 3, 1
+    run = make_run(branching_config)
+    parts = [Collection(run, rank=rank, world_size=4) for rank in range(4)]
+    assert [part.distinct(0) for part in parts] == [1, 2, 2, 1]
+    for part in parts:
+        assert part.per_step() == parts[0].per_step()
+
+
 BAD = {
     "branching alone": (
         "grpo", {"sample__branching": True, "sample__sde_window_size": 1},
