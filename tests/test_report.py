@@ -297,6 +297,26 @@ def test_settings_that_are_no_plain_yaml_are_shown_as_text(tmp_path):
     assert "!!python/tuple [0, 7]" in Page(render_report(run)).words
 
 
+def test_clips_are_embedded_small_at_their_speed(tmp_path):
+    """As saved, 72 clips of 33 frames of 240 x 416 pixels would make a page of up to 130 MB."""
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    shades = torch.linspace(0, 1, 9).view(1, 9, 1, 1, 1)
+    save_samples(tmp_path, 0, shades.expand(1, 9, 3, 48, 512), ["a"], {"ocr": [1.0]})
+    (source,) = re.findall(r"data:image/webp;base64,([^\"]*)", render_report(tmp_path))
+    found = []
+    with Image.open(io.BytesIO(base64.b64decode(source))) as clip:
+        assert (clip.n_frames, clip.size) == (5, (256, 24))
+        for place in range(5):
+            clip.seek(place)
+            clip.load()
+            assert clip.info["duration"] == 2 * 62
+            found.append(np.asarray(clip.convert("RGB")).mean() / 255)
+    assert found == pytest.approx(shades.flatten()[::2].tolist(), abs=0.03)
+    file = tmp_path / "samples" / "epoch-000000" / "000.webp"
+    file.write_bytes(file.read_bytes()[:-40])
+    assert "data:image/webp" not in render_report(tmp_path)
+
+
 def test_saved_samples_are_the_images_in_eight_bits(tmp_path):
     # 0.5 * 255 = 127.5 rounds to the even 128; what is out of range or no number is clipped.
     values = torch.tensor([0.0, 1.0, 0.5, 0.1, -3.0, 7.0, math.nan, 1.0])
