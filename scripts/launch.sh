@@ -56,7 +56,9 @@ _launch() {
             "file; there are: $(echo scripts/accelerate_configs/*.yaml)"
         command+=(--config_file "$ACCELERATE_CONFIG")  # with --multi_gpu its kind would not count
     elif ((NUM_PROCESSES > 1)); then
-        command+=(--multi_gpu)
+        command+=(--multi_gpu)  # so a file of the user's own does not choose the kind
+    else
+        command+=(--config_file scripts/accelerate_configs/one_process.yaml)
     fi
     while [[ "$1" != -- ]]; do
         command+=("$1")

@@ -235,10 +235,11 @@ def test_every_launch_file_is_one_that_accelerate_takes(file):
     settings = yaml.safe_load((LAUNCHES / f"{file}.yaml").read_text())
     loaded = load_config_from_file(str(LAUNCHES / f"{file}.yaml"))
     kind = {"fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "multi_node": "MULTI_GPU"}
+    kind |= {"one_process": "NO"}
     assert str(loaded.distributed_type.value) == kind.get(file, "DEEPSPEED")
     assert loaded.mixed_precision == "no"  # the preset's counts
     assert (loaded.num_machines, loaded.num_processes) == (
-        (2, 16) if file == "multi_node" else (1, 8)
+        {"multi_node": (2, 16), "one_process": (1, 1)}.get(file, (1, 8))
     )
     if file.startswith("deepspeed"):
         assert settings["deepspeed_config"]["zero_stage"] == int(file[-1])
