@@ -15,6 +15,7 @@
 launch() {
     NUM_PROCESSES="${NUM_PROCESSES:-1}"
     _check_number NUM_PROCESSES
+    [[ -z "${MASTER_PORT:-}" ]] || _check_number MASTER_PORT
     _launch --num_machines 1 --main_process_port "${MASTER_PORT:-0}" -- "$@"
 }
 

@@ -195,7 +195,8 @@ def test_every_script_for_several_machines_asks_for_its_rank(script, tmp_path):
     assert f"this machine's rank, from 0 to {last}, and is missing" in done.stderr
 
 
-def test_a_wrong_number_of_processes_is_one_line_on_one_machine_too(tmp_path):
-    done = run("single_node/grpo.sh", path=tmp_path, cwd=tmp_path, NUM_PROCESSES="two")
+@pytest.mark.parametrize("name", ["NUM_PROCESSES", "MASTER_PORT"])
+def test_a_wrong_number_is_one_line_on_one_machine_too(name, tmp_path):
+    done = run("single_node/grpo.sh", path=tmp_path, cwd=tmp_path, **{name: "two"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: NUM_PROCESSES (two) must be a whole number from 1 on\n"
+    assert done.stderr == f"error: {name} (two) must be a whole number from 1 on\n"
