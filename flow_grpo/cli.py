@@ -151,13 +151,14 @@ def _run(adapter, argv: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     from flow_grpo import session
+    from flow_grpo.prompt_sets import usable_prompts
 
     if DRY_RUN in actions:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         check_processes(world_size)
         plan = session.check_config(config, world_size, given, adapter)
         for split in ("train", "test"):
-            session.usable_prompts(adapter, config, split)
+            usable_prompts(adapter, config, split)
         if int(os.environ.get("RANK", 0)) == 0:
             sys.stdout.write(_plan(config, plan))
         return 0
@@ -233,7 +234,8 @@ def _is_finished(folder, config: ConfigDict) -> bool:
 
 def _plan(config: ConfigDict, plan) -> str:
     """Return the header that a run starts with."""
-    from flow_grpo.session import reward_weights, updates_per_epoch
+    from flow_grpo.session import updates_per_epoch
+    from flow_grpo.settings import reward_weights
 
     train = config.train
     names = ("updates_per_epoch", "num_inner_epochs", "steps_per_update")

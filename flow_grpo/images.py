@@ -71,7 +71,8 @@ def check_counts(prompts: Sequence[Prompt], family: str, most: int) -> None:
         takes = "one reference image" if most == 1 else f"1 to {most} reference images"
         raise ValueError(
             f"{prompt.source}: {len(prompt.images) or 'no'} reference images, but {family} takes "
-            f'{takes} for every prompt, named by the "image" of a .jsonl line (prompt_fn geneval)'
+            f'{takes} for every prompt, named by the "image" of a .jsonl line (prompt_fn geneval), '
+            "as in dataset/counting_edit"
         )
     num = len(prompts[0].images)
     for prompt in prompts:

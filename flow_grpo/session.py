@@ -6,23 +6,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from flow_grpo import backends, registry
 from flow_grpo.batching import BatchPlan, plan_batches
-from flow_grpo.data import Prompt, load_prompts
+from flow_grpo.data import Prompt
 from flow_grpo.epoch_steps import check_steps, epoch_steps
-from flow_grpo.images import UNREADABLE, check_counts, image_tensor, with_readable_images
+from flow_grpo.images import UNREADABLE, image_tensor
 from flow_grpo.models.base import Cond, FlowModel
 from flow_grpo.models.loading import half_precision_dtype, resolve_model
 from flow_grpo.old_names import RENAMED, translate_old_names
 from flow_grpo.policy import Policy
 from flow_grpo.prompt_cache import PromptCache
+from flow_grpo.prompt_sets import usable_prompts
 from flow_grpo.rewards.client import RewardClient
 from flow_grpo.schedules import learning_rate
 from flow_grpo.sde import SDES, SOLVERS
-from flow_grpo.settings import Recorded, image_size, refuse_unread
+from flow_grpo.settings import Recorded, image_size, refuse_unread, reward_weights
 from flow_grpo.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -259,11 +260,6 @@ def _check_algorithm(config, given: set[str]) -> None:
     refuse_unread(config, seen, given)
 
 
-def reward_weights(config) -> dict[str, float]:
-    """Return {reward: weight}; "/" in a key stands for the "." that config keys cannot hold."""
-    return {name.replace("/", "."): weight for name, weight in config.reward_fn.items()}
-
-
 def updates_per_epoch(config) -> int:
     """Return the optimizer steps of an epoch that trains on all of its samples."""
     train, chunks = config.train, 1
@@ -276,54 +272,6 @@ def updates_per_epoch(config) -> int:
 def total_updates(config) -> int:
     """Return the optimizer steps of a whole run."""
     return config.num_epochs * updates_per_epoch(config)
-
-
-def usable_prompts(adapter: type[FlowModel], config, split: str, accelerator=None) -> list[Prompt]:
-    """Load a split and drop the prompts to which no weighted reward applies, saying how many.
-
-    For families that edit images, every reference image is decoded once: by one of the
-    `accelerator`'s processes, which all learn the outcome, or by this one.
-
-    Raises:
-        ValueError: none is left, or a prompt's reference images are not as the family needs them.
-    """
-    prompts = _scorable(load_prompts(config.dataset, split, config.prompt_fn), config, split)
-    if not adapter.max_images:
-        if any(prompt.images for prompt in prompts):
-            logger.warning(
-                "%s takes no reference images: those of %s are not used",
-                adapter.__name__, config.dataset,
-            )  # fmt: skip
-        return prompts
-    check_counts(prompts, adapter.__name__, adapter.max_images)
-    if accelerator is None:
-        return with_readable_images(prompts, config.unreadable_images)
-    share = slice(accelerator.process_index, None, accelerator.num_processes)
-    return with_readable_images(
-        prompts, config.unreadable_images, share=share, gathered=gather_object
-    )
-
-
-def _scorable(prompts: list[Prompt], config, split: str) -> list[Prompt]:
-    """Return the prompts to which a weighted reward applies; raise ValueError if none is left."""
-    applies = [False] * len(prompts)
-    names = [name for name, weight in reward_weights(config).items() if weight != 0]
-    for name in names:
-        check = getattr(registry.load(REWARDS, name), "check_prompts", None)
-        found = check([p.prompt for p in prompts]) if check else [True] * len(prompts)
-        applies = [a or b for a, b in zip(applies, found, strict=True)]
-    kept = [prompt for prompt, usable in zip(prompts, applies, strict=True) if usable]
-    if not kept:
-        raise ValueError(
-            f"none of the {len(prompts)} {split} prompts of {config.dataset} can be scored by "
-            f"{', '.join(names)} (the ocr reward needs a quoted text in the prompt)"
-        )
-    if len(kept) < len(prompts):
-        logger.warning(
-            "%d of %d %s prompts of %s cannot be scored by %s and are left out",
-            len(prompts) - len(kept), len(prompts), split, config.dataset, ", ".join(names),
-        )  # fmt: skip
-    return kept
 
 
 def build(adapter: type[FlowModel], config, accelerator, plan: BatchPlan, folder) -> Run:

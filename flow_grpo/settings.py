@@ -45,6 +45,11 @@ def image_size(config) -> tuple[int, int]:
     return (config.resolution, config.width or config.resolution)
 
 
+def reward_weights(config) -> dict[str, float]:
+    """Return {reward: weight}; "/" in a key stands for the "." that config keys cannot hold."""
+    return {name.replace("/", "."): weight for name, weight in config.reward_fn.items()}
+
+
 class Recorded:
     """View of a configuration that remembers the dotted names of the fields it was asked for."""
 

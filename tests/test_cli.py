@@ -76,7 +76,7 @@ def test_rewards_are_mixed_on_the_command_line():
 def test_a_reward_of_ones_own_is_a_dotted_path():
     found = parse("--config.reward_fn=my_package.sharp:Sharp:1.0")
     assert found.reward_fn.to_dict() == {"my_package/sharp:Sharp": 1.0}
-    from flow_grpo.session import reward_weights
+    from flow_grpo.settings import reward_weights
 
     assert reward_weights(found) == {"my_package.sharp:Sharp": 1.0}
 

@@ -16,6 +16,7 @@ from flow_grpo import images, session
 from flow_grpo.data import Prompt, load_prompts
 from flow_grpo.models.flux_kontext import FluxKontext
 from flow_grpo.models.sd3 import SD3
+from flow_grpo.prompt_sets import usable_prompts
 
 
 @pytest.fixture
@@ -145,13 +146,13 @@ def test_only_a_family_that_edits_decodes_images(broken_set, tiny_config, caplog
     config = tiny_config
     config.dataset, config.prompt_fn = str(broken_set), "geneval"
     accelerator = Accelerator(cpu=True)
-    assert len(session.usable_prompts(SD3, config, "train", accelerator)) == 6
+    assert len(usable_prompts(SD3, config, "train", accelerator)) == 6
     assert "SD3 takes no reference images: those of" in caplog.text
     for given in (None, accelerator):
         with pytest.raises(ValueError, match=r"jsonl:1: reference image .*0.png cannot be read"):
-            session.usable_prompts(FluxKontext, config, "train", given)
+            usable_prompts(FluxKontext, config, "train", given)
     config.unreadable_images = "skip"
-    assert len(session.usable_prompts(FluxKontext, config, "train", accelerator)) == 2
+    assert len(usable_prompts(FluxKontext, config, "train", accelerator)) == 2
 
 
 def test_an_unknown_way_with_unreadable_images_is_an_error(tiny_config):

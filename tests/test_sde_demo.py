@@ -69,6 +69,35 @@ def test_the_script_runs_by_itself_on_the_shipped_pipeline(tmp_path):
     assert (tmp_path / "grid.png").is_file()
 
 
+def test_a_pipeline_alone_says_its_family_and_settings(demo, tiny_dir, tmp_path, monkeypatch):
+    from config import models
+
+    def small(config):
+        wan2_1(config)
+        config.resolution, config.width, config.num_frames = 32, 48, 5
+        config.sample.num_steps, config.sample.max_sequence_length = 3, 16
+
+    wan2_1 = models.wan2_1
+    monkeypatch.setattr(models, "wan2_1", small)
+    out = tmp_path / "grid.png"
+    code, stdout, stderr = demo(
+        "--pretrained", tiny_dir("wan2_1"), "--noise_levels=0", "--out", out
+    )
+    assert code == 0, stderr
+    assert "noise 0, cps: largest difference" in stdout
+    assert Image.open(out).size == (84 + 4 * 48, 20 + 3 * 4 * 32)  # cells of 128 at least
+    square = (
+        "--pretrained",
+        tiny_dir("wan2_1"),
+        "--noise_levels=0",
+        "--resolution=32",
+        "--out",
+        out,
+    )
+    assert demo(*square)[0] == 0
+    assert Image.open(out).size == (84 + 128, 20 + 3 * 128), "the family's width is not asked for"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

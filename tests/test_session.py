@@ -76,3 +76,16 @@ def test_a_reward_that_cannot_score_clips_is_refused_for_a_video_family(tiny_arg
     outcome = train(*call, "--config.reward_fn=video_ocr:1,jpeg_compressibility:0", adapter=Wan21)
     assert "reward jpeg_compressibility scores image, but Wan21 makes video" in outcome.error
     assert "rewards for it: video_ocr (" in outcome.error
+
+
+def test_a_reward_that_applies_to_no_prompt_is_named(tiny_arguments, train, tmp_path):
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "set" / f"{split}.txt").write_text("a cat\na dog\n")
+    call = [*tiny_arguments, f"--config.dataset={tmp_path / 'set'}", "--dry_run"]
+    outcome = train(*call, "--config.reward_fn=ocr:1,jpeg_compressibility:1")
+    assert outcome.code == 0
+    assert "reward ocr applies to none of the 2 train prompts" in outcome.err
+    assert "jpeg_compressibility applies" not in outcome.err
+    outcome = train(*call, "--config.reward_fn=ocr:1")
+    assert "--config.dataset=dataset/ocr --config.prompt_fn=general_ocr" in outcome.error

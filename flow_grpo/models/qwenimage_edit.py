@@ -8,6 +8,7 @@ stock pipeline's for an image that has this size already, which `reference_size`
 
 import contextlib
 import copy
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -155,12 +156,13 @@ def load_processor(path: str, revision: str):
         from transformers import Qwen2VLProcessor
 
         return Qwen2VLProcessor.from_pretrained(path, subfolder="processor", revision=revision)
-    except ImportError as error:
-        raise ValueError(
-            "the processor of Qwen-Image-Edit needs torchvision, made for the torch that is "
-            f"installed ({torch.__version__}): pip install 'flow_grpo[edit]'"
-        ) from error
-    except OSError as error:
+    except (ImportError, OSError) as error:
+        without = importlib.util.find_spec("torchvision") is None and "video" in str(error)
+        if isinstance(error, ImportError) or without:
+            raise ValueError(
+                "the processor of Qwen-Image-Edit needs torchvision, made for the torch that is "
+                f"installed ({torch.__version__}): pip install -e '.[edit]'"
+            ) from error
         raise ValueError(f"cannot load {path}, a file is missing or broken: {error}") from error
 
 

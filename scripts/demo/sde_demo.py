@@ -1,7 +1,7 @@
 """Show one prompt over a grid of noise levels for every SDE: is the sampler right?
 
 python scripts/demo/sde_demo.py --pretrained stabilityai/stable-diffusion-3.5-medium \\
-    --resolution 512 --num_steps 10 --guidance_scale 4.5 --prompt 'a cat' --out sde_demo.png
+    --prompt 'a cat' --out sde_demo.png
 
 At noise level 0 every SDE is the ODE, so its result must be the unpatched pipeline's; how far it
 is from that is printed. Steps are stochastic but for the last, as in training.
@@ -15,15 +15,27 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from config import models
 from config.base import locked_config
 from flow_grpo import registry, seeds
 from flow_grpo.images import open_image
-from flow_grpo.models.loading import quiet_libraries
+from flow_grpo.models.loading import adapter_name, quiet_libraries
 from flow_grpo.prompt_cache import PromptCache
 from flow_grpo.rollout import sample_trajectory
 from flow_grpo.sde import SDES
+from flow_grpo.settings import image_size
 
 MODELS = "flow_grpo.models"
+FIELDS = {  # command line: field
+    "num_steps": "sample.num_steps",
+    "guidance_scale": "sample.guidance_scale",
+    "resolution": "resolution",
+    "width": "width",
+    "max_sequence_length": "sample.max_sequence_length",
+    "reference_resolution": "reference_resolution",
+    "num_frames": "num_frames",
+    "mixed_precision": "mixed_precision",
+}
 CELL = 128  # least width and height of an image in the grid, pixels
 MARGIN = (84, 20)  # left and top, for the labels
 
@@ -31,18 +43,20 @@ MARGIN = (84, 20)  # left and top, for the labels
 def main() -> int:
     """Write the grid and print the differences; exit code 2 for what a user can cause."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="sd3", help="a file of flow_grpo/models")
-    parser.add_argument("--pretrained", default="flow_grpo/assets/tiny_sd3", help="or a hub id")
+    parser.add_argument("--pretrained", help="folder or hub id; none: the shipped small SD3")
+    parser.add_argument("--model", help="a file of flow_grpo/models; default: the pipeline's")
     parser.add_argument("--prompt", default='"FLOW" on a blue sign')
     parser.add_argument("--image", default="", help="file to edit, for models that take one")
     parser.add_argument("--noise_levels", default="0,0.3,0.7,1.0")
-    parser.add_argument("--num_steps", type=int, default=8)
-    parser.add_argument("--guidance_scale", type=float, default=1.0, help="1: no guidance")
-    parser.add_argument("--resolution", type=int, default=64, help="height and width, pixels")
-    parser.add_argument("--max_sequence_length", type=int, default=0, help="tokens; 0: no T5")
-    parser.add_argument("--reference_resolution", type=int, default=1024, help="of --image")
-    parser.add_argument("--num_frames", type=int, default=33, help="of a clip, by video models")
-    parser.add_argument("--mixed_precision", default="no", help="no, fp16, bf16")
+    own = parser.add_argument_group("what config/models.py says of the family, if not given")
+    own.add_argument("--num_steps", type=int)
+    own.add_argument("--guidance_scale", type=float, help="1: no guidance")
+    own.add_argument("--resolution", type=int, help="height, and width if not given; pixels")
+    own.add_argument("--width", type=int, help="pixels")
+    own.add_argument("--max_sequence_length", type=int, help="tokens; SD3: of T5, 0 without it")
+    own.add_argument("--reference_resolution", type=int, help="of --image; Qwen-Image-Edit")
+    own.add_argument("--num_frames", type=int, help="of a clip, by video models")
+    own.add_argument("--mixed_precision", help="no, fp16, bf16; without a GPU: no")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="sde_demo.png", help="PNG file")
     quiet_libraries()
@@ -57,7 +71,8 @@ def main() -> int:
 @torch.no_grad()
 def demo(args: argparse.Namespace) -> None:
     """Sample every SDE at every noise level from the same noise."""
-    levels = _noise_levels(args.noise_levels)
+    levels, (config, name) = _noise_levels(args.noise_levels), _settings(args)
+    args.num_steps, args.guidance_scale = config.sample.num_steps, config.sample.guidance_scale
     if args.num_steps < 2:
         raise ValueError(
             f"--num_steps ({args.num_steps}) must be at least 2: the last has no noise"
@@ -66,11 +81,11 @@ def demo(args: argparse.Namespace) -> None:
         raise ValueError(f"--out ({args.out}) must end in .png")
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = registry.load(MODELS, args.model).load(_config(args), device)
-    size = (args.resolution, args.resolution)
-    if bool(args.image) != bool(model.max_images):
-        need = "needs" if model.max_images else "takes no"
-        raise ValueError(f"--image ({args.image!r}): model {args.model} {need} reference image")
+    adapter, size = registry.load(MODELS, name), image_size(config)
+    if bool(args.image) != bool(adapter.max_images):
+        need = "needs a" if adapter.max_images else "takes no"
+        raise ValueError(f"--image ({args.image!r}): model {name} {need} reference image")
+    model = adapter.load(config, device)
     model.check_size(size)
     noise = seeds.normal((1, *model.latent_shape(size)), args.seed, seeds.INITIAL_NOISE)
     x = model.initial_latents(1, size, noise.to(device))
@@ -160,16 +175,26 @@ def _noise_levels(text: str) -> list[float]:
     return levels
 
 
-def _config(args: argparse.Namespace):
-    """Return the settings that an adapter loads by."""
+def _settings(args: argparse.Namespace) -> tuple:
+    """Return (the settings that an adapter loads and samples by, its file's name)."""
     config = locked_config()
-    config.pretrained.model = args.pretrained
-    config.mixed_precision = args.mixed_precision
-    config.num_frames = args.num_frames
-    config.reference_resolution = args.reference_resolution
-    config.sample.max_sequence_length = args.max_sequence_length
-    config.sample.guidance_scale = config.eval.guidance_scale = args.guidance_scale
-    return config
+    if args.pretrained is None:
+        models.tiny_sd3(config)
+        name = args.model or "sd3"
+        registry.load(MODELS, name)  # for its message about an unknown one
+    else:
+        name = args.model or adapter_name(args.pretrained, config.pretrained.revision)
+        registry.load(MODELS, name)
+        getattr(models, name)(config)
+        config.pretrained.model = args.pretrained
+    if not torch.cuda.is_available():
+        config.mixed_precision = "no"
+    given = {field: getattr(args, key) for key, field in FIELDS.items()}
+    config.update_from_flattened_dict({k: v for k, v in given.items() if v is not None})
+    if args.resolution is not None and args.width is None:
+        config.width = 0
+    config.eval.guidance_scale = config.sample.guidance_scale
+    return config, name
 
 
 if __name__ == "__main__":
