@@ -179,13 +179,14 @@ def _headline(lines: list[dict], summary: dict) -> dict:
     for name in sorted(names, key=lambda name: name == "total"):
         start = before.get(name, math.nan)
         end = math.nan if single else after.get(name, math.nan)
+        change = round(end - start, 3) + 0.0  # as shown: one that rounds to 0 has no direction
         rows.append(
             {
                 "name": name,
                 "before": _with_error(start, before.get(f"{name}_stderr", math.nan)),
                 "after": _with_error(end, after.get(f"{name}_stderr", math.nan)),
-                "change": "-" if math.isnan(end - start) else f"{end - start:+.3f}",
-                "direction": "up" if end > start else "down" if end < start else "",
+                "change": "-" if math.isnan(change) else f"{change:+.3f}",
+                "direction": "up" if change > 0 else "down" if change < 0 else "",
             }
         )
     labels = (
