@@ -195,25 +195,6 @@ def test_a_run_before_its_first_epoch_has_a_report(tmp_path):
         assert part in words
 
 
-@pytest.mark.parametrize(
-    ("end", "shown", "direction"),
-    [
-        (0.4996, "+0.000", ""),
-        (0.5004, "+0.000", ""),
-        (0.49, "-0.010", "down"),
-        (0.51, "+0.010", "up"),
-    ],
-)
-def test_a_change_that_rounds_to_nothing_has_no_direction(tmp_path, end, shown, direction):
-    _config(tmp_path)
-    for epoch, value in enumerate((0.5, end)):
-        _evaluation(tmp_path, epoch, value)
-        _log(tmp_path, _training(epoch))
-    write_report(tmp_path)
-    html = (tmp_path / "report.html").read_text()
-    assert f'<td class="change {direction}">{shown}</td>' in html
-
-
 def test_one_evaluation_without_training_shows_no_change(tmp_path):
     run = tmp_path / "run"
     _config(run)

@@ -115,8 +115,13 @@ class FlowModel(ABC):
             ValueError: the path does not exist or holds another family's pipeline.
         """
         cls.check_config(config)
-        length = config.sample.max_sequence_length
-        return cls(load_pipeline(cls, config), device, max_sequence_length=length)
+        pipeline, length = load_pipeline(cls, config), config.sample.max_sequence_length
+        return cls(pipeline, device, max_sequence_length=length, **cls.own_settings(config))
+
+    @classmethod
+    def own_settings(cls, config) -> dict:
+        """Return the arguments of `__init__` that only this family has."""
+        return {}
 
     @property
     def transformer(self) -> nn.Module:

@@ -52,7 +52,14 @@ class Flux(FlowModel):
         return PATCH * self.pipeline.vae_scale_factor
 
     def encode_text(self, text: str, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
-        return encode_text(self.pipeline, text, self.max_sequence_length)
+        """Return T5's tokens, padded, and CLIP's summary."""
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            text,
+            None,
+            device=self.pipeline.text_encoder.device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def latent_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
         return (*(n // self.size_unit for n in size), self.transformer.config.in_channels)
@@ -98,14 +105,6 @@ def check_guidance(path: str, index: dict, config) -> None:
                 f"{section}.guidance_scale ({scale}) must be 1 for {path}, whose transformer "
                 "has no guidance embedding (guidance_embeds), so the scale would do nothing"
             )
-
-
-def encode_text(pipeline, text: str, length: int) -> dict[str, Tensor]:
-    """Return T5's tokens, padded to `length`, and CLIP's summary."""
-    embeds, pooled, _ = pipeline.encode_prompt(
-        text, None, device=pipeline.text_encoder.device, max_sequence_length=length
-    )
-    return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
 
 def position_ids(grid: Tensor, image: int = 0) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.models import flux
-from flow_grpo.models.autoencoders import decode_shifted, encode_shifted
 from flow_grpo.models.base import FlowModel
-from flow_grpo.models.schedulers import scheduler_sigmas
-from flow_grpo.models.tokens import PATCH, pack, unpack
+from flow_grpo.models.flux import Flux
+from flow_grpo.models.tokens import unpack
 
 
 @final
@@ -23,14 +22,22 @@ class FluxKontext(FlowModel):
 
     pipeline_class = "FluxKontextPipeline"
     family = "flux"
-    block_class = flux.Flux.block_class
-    text_encoders = flux.Flux.text_encoders
-    lora_targets = (*flux.Flux.lora_targets, "proj_mlp")
+    block_class = Flux.block_class
+    text_encoders = Flux.text_encoders
+    lora_targets = (*Flux.lora_targets, "proj_mlp")
     negative = None
-    mixed_gradients = flux.Flux.mixed_gradients
-    no_fp16 = flux.Flux.no_fp16
+    mixed_gradients = Flux.mixed_gradients
+    no_fp16 = Flux.no_fp16
     max_images = 1
     task = "image-to-image"
+
+    size_unit = Flux.size_unit
+    latent_shape = Flux.latent_shape
+    sigmas = Flux.sigmas
+    stock_latents = Flux.stock_latents
+    encode_text = Flux.encode_text
+    encode_images = Flux.encode_images
+    decode = Flux.decode
 
     @classmethod
     def inspect(cls, path: str, index: dict, config) -> dict:
@@ -38,26 +45,10 @@ class FluxKontext(FlowModel):
         flux.check_guidance(path, index, config)
         return {}
 
-    @property
-    def size_unit(self) -> int:
-        return PATCH * self.pipeline.vae_scale_factor
-
-    def encode_text(self, text: str, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
-        return flux.encode_text(self.pipeline, text, self.max_sequence_length)
-
     def encode_references(self, images: Sequence, size: tuple[int, int]) -> dict[str, Tensor]:
         """Return latents (1, h/16, w/16, 64) of the image, in the transformer's dtype."""
         pixels = self.pipeline.image_processor.preprocess(images[0], *size).to(self.device)
         return {"reference": self.encode_images(pixels / 2 + 0.5).to(self.dtype)}
-
-    def latent_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
-        return (*(n // self.size_unit for n in size), self.transformer.config.in_channels)
-
-    def sigmas(self, num_steps: int, size: tuple[int, int]) -> Tensor:
-        height, width, _ = self.latent_shape(size)
-        return scheduler_sigmas(
-            self.pipeline.scheduler, num_steps, num_tokens=height * width, linear=True
-        )
 
     def forward(
         self,
@@ -80,9 +71,6 @@ class FluxKontext(FlowModel):
         )
         return velocity[:, : tokens.shape[1]].unflatten(1, x.shape[1:3])
 
-    def stock_latents(self, x: Tensor) -> Tensor:
-        return x.flatten(1, 2)
-
     def stock_references(self, images: Sequence[Sequence], size: tuple[int, int]) -> dict:
         """Return latents, which the pipeline takes as they are: bf16 pixels fail in an fp32 VAE."""
         references = [self.encode_references(own, size)["reference"] for own in images]
@@ -99,9 +87,3 @@ class FluxKontext(FlowModel):
             f"    .resize(({width}, {height}), PIL.Image.Resampling.LANCZOS),\n"
             f"    max_area={height} * {width}, _auto_resize=False,"
         )
-
-    def encode_images(self, images: Tensor) -> Tensor:
-        return pack(encode_shifted(self.pipeline.vae, images))
-
-    def decode(self, x: Tensor) -> Tensor:
-        return decode_shifted(self.pipeline.vae, unpack(x))

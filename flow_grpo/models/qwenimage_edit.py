@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from flow_grpo.models import qwenimage
 from flow_grpo.models.base import FlowModel
-from flow_grpo.models.loading import load_pipeline
 from flow_grpo.models.qwenimage import QwenImage
 
 logger = logging.getLogger(__name__)
@@ -82,14 +81,8 @@ class QwenImageEdit(FlowModel):
         return {"processor": load_processor(path, config.pretrained.revision)}
 
     @classmethod
-    def load(cls, config, device: torch.device) -> "QwenImageEdit":
-        cls.check_config(config)
-        return cls(
-            load_pipeline(cls, config),
-            device,
-            max_sequence_length=config.sample.max_sequence_length,
-            reference_resolution=config.reference_resolution,
-        )
+    def own_settings(cls, config) -> dict:
+        return {"reference_resolution": config.reference_resolution}
 
     def check_size(self, size: tuple[int, int]) -> None:
         super().check_size(size)

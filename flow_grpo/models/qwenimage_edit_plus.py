@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flow_grpo.models import qwenimage_edit
 from flow_grpo.models.base import FlowModel
-from flow_grpo.models.loading import load_pipeline
 from flow_grpo.models.qwenimage import QwenImage
 from flow_grpo.models.qwenimage_edit import PUBLISHED_RESOLUTION, reference_size, resized
 
@@ -67,14 +66,8 @@ class QwenImageEditPlus(FlowModel):
         return {"processor": processor}
 
     @classmethod
-    def load(cls, config, device: torch.device) -> "QwenImageEditPlus":
-        cls.check_config(config)
-        return cls(
-            load_pipeline(cls, config),
-            device,
-            max_sequence_length=config.sample.max_sequence_length,
-            reference_resolution=config.reference_resolution,
-        )
+    def own_settings(cls, config) -> dict:
+        return {"reference_resolution": config.reference_resolution}
 
     def check_size(self, size: tuple[int, int]) -> None:
         super().check_size(size)

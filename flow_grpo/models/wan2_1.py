@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from flow_grpo.models.autoencoders import decode_standardised, encode_standardised
 from flow_grpo.models.base import FlowModel
-from flow_grpo.models.loading import load_pipeline
 from flow_grpo.models.schedulers import scheduler_sigmas
 
 FRAMES_OF_A_LATENT = 4  # of every published autoencoder; a loaded one's own is checked again
@@ -64,14 +63,8 @@ class Wan21(FlowModel):
         return {}
 
     @classmethod
-    def load(cls, config, device: torch.device) -> "Wan21":
-        cls.check_config(config)
-        return cls(
-            load_pipeline(cls, config),
-            device,
-            max_sequence_length=config.sample.max_sequence_length,
-            num_frames=config.num_frames,
-        )
+    def own_settings(cls, config) -> dict:
+        return {"num_frames": config.num_frames}
 
     @property
     def size_unit(self) -> int:
