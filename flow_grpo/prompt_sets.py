@@ -58,8 +58,8 @@ def _scorable(prompts: list[Prompt], config, split: str) -> list[Prompt]:
     if not kept:
         raise ValueError(
             f"none of the {len(prompts)} {split} prompts of {config.dataset} can be scored by "
-            f"{', '.join(names)}: ocr needs a quoted text in the prompt, which those of "
-            "--config.dataset=dataset/ocr --config.prompt_fn=general_ocr have"
+            f"{', '.join(names)} (the ocr reward needs a quoted text in the prompt, as those of "
+            "--config.dataset=dataset/ocr --config.prompt_fn=general_ocr have)"
         )
     if len(kept) < len(prompts):
         logger.warning(
