@@ -44,8 +44,9 @@ def open_images(paths: Iterable[Path]) -> tuple:
     return tuple(map(open_image, paths))
 
 
+@functools.lru_cache(maxsize=4)  # the batches of a group follow each other; photographs are large
 def image_tensor(path: Path) -> Tensor:
-    """Return an image file as (3, h, w) float32 in [0, 1]."""
+    """Return an image file as (3, h, w) float32 in [0, 1]; not to be written to."""
     pixels = torch.from_numpy(np.array(open_image(path)))
     return pixels.permute(2, 0, 1).float() / 255
 

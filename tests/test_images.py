@@ -229,3 +229,12 @@ def test_what_a_decoder_of_any_kind_raises_is_an_unreadable_image(tmp_path, monk
     monkeypatch.setattr(Image.Image, "convert", decode)
     with pytest.raises(ValueError, match=r"a\.png cannot be read: Failed to decode frame 0"):
         images.open_image(tmp_path / "a.png")
+
+
+def test_the_batches_of_a_group_decode_their_reference_image_once(tmp_path, monkeypatch):
+    tiny_flux.image(0).save(tmp_path / "a.png")
+    opened, honest = [], images.open_image
+    monkeypatch.setattr(images, "open_image", lambda path: opened.append(path) or honest(path))
+    first, again = (images.image_tensor(tmp_path / "a.png") for _ in range(2))
+    assert opened == [tmp_path / "a.png"]
+    assert torch.equal(first, again)
